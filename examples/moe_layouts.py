@@ -75,14 +75,15 @@ class FusedAttention(nn.Module):
         self.qkv_proj = nn.Linear(config.hidden_size, sum(self.sizes), bias=config.qkv_bias)
         self.o_proj = nn.Linear(self.sizes[0], config.hidden_size, bias=False)
 
-    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, **kwargs):
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)  # (batch, length, heads, head_dim)
         query, key, value = (
             part.view(shape).transpose(1, 2) for part in self.qkv_proj(hidden_states).split(self.sizes, dim=-1)
         )
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))  # its name before transformers 5.24
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         if attention_mask is not None:
             attention_mask = attention_mask[..., : key.shape[-2]]
         states = nn.functional.scaled_dot_product_attention(

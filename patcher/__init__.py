@@ -17,6 +17,7 @@ from patcher.errors import *  # noqa: F403
 from patcher.source.importing import after_imports_of, is_being_imported
 
 if TYPE_CHECKING:
+    from patcher import codegen as codegen, fusions as fusions, monkey_patching as monkey_patching, presets as presets
     from patcher.fusions.base import Fusion as Fusion
     from patcher.inspection.diff import ClassDiff as ClassDiff, Diff as Diff, diff as diff
     from patcher.inspection.plan import Plan as Plan, plan as plan
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         checkpoint_weights as checkpoint_weights,
         load_checkpoint_weights as load_checkpoint_weights,
     )
+    from patcher.publishing import Exported as Exported, export as export
     from patcher.resolution.resolution import Resolution as Resolution
     from patcher.spec.fingerprints import fingerprint as fingerprint
     from patcher.spec.forward_of import ForwardOf as ForwardOf, forward_of as forward_of
@@ -57,6 +59,7 @@ _HOMES = {
     "Benchmark": "patcher.verification.benchmark",
     "ClassDiff": "patcher.inspection.diff",
     "Diff": "patcher.inspection.diff",
+    "Exported": "patcher.publishing",
     "ForwardOf": "patcher.spec.forward_of",
     "Fusion": "patcher.fusions.base",
     "Like": "patcher.spec.like",
@@ -72,6 +75,7 @@ _HOMES = {
     "checkpoint_weights": "patcher.loading.streaming",
     "compare": "patcher.verification.verify",
     "diff": "patcher.inspection.diff",
+    "export": "patcher.publishing",
     "fingerprint": "patcher.spec.fingerprints",
     "forward_of": "patcher.spec.forward_of",
     "fused_parameters": "patcher.training.parts",

@@ -1,4 +1,4 @@
-"""Everything that patcher raises on its own behalf.
+"""Everything that patcher raises on its own behalf: when, an example, what to write instead.
 
 >>> from patcher import Patcher, PatcherError
 >>> try:
@@ -22,7 +22,7 @@ PatcherError
 
 None of them derives from `OSError`, `ValueError`, `TypeError` or `RuntimeError`: `transformers.pipeline` catches those
 and tries the next model class, which would turn one clear error into a list of unrelated ones. For the same reason the
-registry of `patcher.monkey_patching`, which keeps the contract of the one it stands in for, raises built-in errors.
+registry of `patcher.monkey_patching`, which keeps the contract of transformers' own, raises built-in errors.
 """
 
 from __future__ import annotations
@@ -50,47 +50,193 @@ __all__ = [
 
 
 class PatcherError(Exception):
-    """The root of the tree: `except PatcherError` catches all that this package raises."""
+    """The base class: `except PatcherError` catches everything that this package raises.
+
+    A message says what was requested, what was found, and what to write instead.
+    """
 
 
 class InvalidPatcherError(PatcherError):
-    """An invalid argument of a Patcher, or a combination that isn't supported."""
+    """An invalid argument, or a combination that isn't supported.
+
+    Raised where the argument is given, before anything is loaded.
+
+    >>> from patcher import Patcher
+    >>> Patcher({"LlamaMLP": "MyMLP"})
+    Traceback (most recent call last):
+        ...
+    patcher.errors.InvalidPatcherError: class_mapping['LlamaMLP'] must be a class, found 'MyMLP' (str); write the class
+    itself, not its name.
+
+    The message ends with what to write. For a combination that isn't supported, a quantizer beside tensor parallelism
+    for example, it says how to do without.
+    """
 
 
 class NoSuchNameError(InvalidPatcherError, AttributeError):
-    """A name that a module or a Patcher doesn't have, or that can't be set; `hasattr` is false as ever."""
+    """A name that a module or a Patcher doesn't have, or that can't be set; `hasattr` is false for it.
+
+    >>> import patcher
+    >>> patcher.Pacher
+    Traceback (most recent call last):
+        ...
+    patcher.errors.NoSuchNameError: module 'patcher' has no attribute 'Pacher'; write patcher.Patcher.
+    """
 
 
 class PatchConflictError(PatcherError):
-    """Two patches ask for different replacements of one class, or claim one module."""
+    """Two patches want different things of one class, module or tensor.
+
+    Raised when two patchers are combined, or when a model is built in which two keys match one module.
+
+    >>> from torch import nn
+    >>> from patcher import Patcher
+    >>> Patcher({"LlamaMLP": nn.Identity}) | Patcher({"LlamaMLP": nn.Linear})
+    Traceback (most recent call last):
+        ...
+    patcher.errors.PatchConflictError: Both patchers replace 'LlamaMLP', by Identity and by Linear. Combine after
+    taking one away: patcher.replace(class_mapping={...}).
+    """
 
 
 class UnmatchedPatchError(PatcherError):
-    """A class key, a filter, a conversion or a fusion did nothing in this load."""
+    """A key, filter, conversion or fusion had no effect on this model.
+
+    Raised by a load, before weights are read, and at the end of a block in which nothing matched.
+
+    >>> from torch import nn
+    >>> from transformers import LlamaConfig, LlamaModel
+    >>> from patcher import Patcher
+    >>> config = LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    >>> with Patcher({"LlamaMPL": nn.Identity}).applied():
+    ...     model = LlamaModel(config)
+    Traceback (most recent call last):
+        ...
+    patcher.errors.UnmatchedPatchError: These parts of the patcher have no effect:
+      class_mapping: no class of the model matches 'LlamaMPL'; nearest: LlamaMLP, ...
+    Correct it or take it out; with strict=False this is a warning.
+
+    A key that only some models have belongs into `alternatives=`. `patcher.plan(model, patcher)` finds all of them
+    without a load.
+    """
 
 
 class PatchConstructionError(PatcherError):
-    """A replacement could not be built; `__cause__` holds the error that it raised."""
+    """A replacement could not be built; `__cause__` is the exception that it raised.
+
+    A replacement is built with the arguments of the class that it replaces: take all of them.
+
+    >>> from torch import nn
+    >>> from transformers import LlamaConfig, LlamaModel
+    >>> from patcher import Patcher
+    >>> class MyMLP(nn.Module):
+    ...     def __init__(self):  # write: def __init__(self, config):
+    ...         super().__init__()
+    >>> config = LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    >>> with Patcher({"LlamaMLP": MyMLP}).applied():
+    ...     model = LlamaModel(config)
+    Traceback (most recent call last):
+        ...
+    patcher.errors.PatchConstructionError: MyMLP could not be built in place of LlamaMLP, in __init__ of
+    LlamaDecoderLayer (modeling_llama.py:...): TypeError: MyMLP.__init__() takes 1 positional argument but 2 were given
+    It was called as MyMLP(<LlamaConfig>). A replacement is constructed with the arguments of LlamaMLP.__init__: take
+    them all, or accept **kwargs.
+    """
 
 
 class PatchedWeightsError(PatcherError):
-    """Weights of a replaced module are missing or left over, or can't be saved in the original format."""
+    r"""Weights are missing, unused or of another shape, or can't be saved in the original format.
+
+    Raised by a load before weights are read, by `Patcher.apply`, and by a save before a file is written.
+
+    >>> from torch import nn
+    >>> from transformers import LlamaConfig, LlamaModel
+    >>> from patcher import Patcher
+    >>> config = LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    >>> patcher = Patcher({"LlamaRMSNorm": nn.LayerNorm})  # it has a bias
+    >>> patcher.apply(LlamaModel(config))
+    Traceback (most recent call last):
+        ...
+    patcher.errors.PatchedWeightsError: The replaced modules and the checkpoint don't fit together.
+    Not in the checkpoint, so these would keep what __init__ gave them:
+      layers.0.input_layernorm.bias
+      layers.0.post_attention_layernorm.bias
+      norm.bias
+    If a conversion is missing, add it: ...
+    If they are meant to be new, add to the Patcher: new_weights=[...]
+
+    >>> patched = patcher.replace(new_weights=r"norm\.bias$").apply(LlamaModel(config))
+    """
 
 
 class VerificationError(PatcherError):
-    """A patched model differs from the stock model."""
+    """A patched model differs from the stock model.
+
+    Raised by `Verification.raise_on_failure`; it names the stage, the module in which the difference begins, and the
+    member of the patcher that causes it.
+
+    >>> from transformers import LlamaConfig
+    >>> from transformers.models.llama.modeling_llama import LlamaMLP
+    >>> from patcher import Patcher, verify
+    >>> class Doubled(LlamaMLP):
+    ...     def forward(self, x):
+    ...         return 2 * super().forward(x)  # write: return super().forward(x)
+    >>> config = LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    >>> verify(config, Patcher({"LlamaMLP": Doubled}), quick=True).raise_on_failure()
+    Traceback (most recent call last):
+        ...
+    patcher.errors.VerificationError: ...it begins in model.layers.0.mlp (Doubled in place of LlamaMLP)...
+    """
 
 
 class PresetDriftError(PatcherError):
-    """The code that a Patcher is pinned to is not the code that is installed."""
+    """The code that a patcher is pinned to, by `fingerprints=`, isn't the code that is installed.
+
+    >>> from transformers import LlamaConfig, LlamaModel
+    >>> from patcher import Patcher
+    >>> config = LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    >>> with Patcher(fusions="qkv", fingerprints={"LlamaAttention": "0123456789abcdef"}).applied():
+    ...     model = LlamaModel(config)
+    Traceback (most recent call last):
+        ...
+    patcher.errors.PresetDriftError: The code that the patcher was verified on is not the code of the installed ...:
+      transformers.models.llama.modeling_llama.LlamaAttention: pinned 0123456789abcdef, found ...
+    `patcher fingerprint MODULE:CONSTANT --verify MODEL` verifies it on this code and prints the new pin ...
+
+    Verify the patcher on the installed code, then write the new fingerprint.
+    """
 
 
 class CodegenError(PatcherError):
-    """A modeling file could not be generated."""
+    """A modeling file could not be generated, or is no longer what its config says.
+
+    >>> from patcher.codegen import PatchConfig, generate
+    >>> generate(PatchConfig("transformers.models.llama.modeling_lama", target_file="patched_modeling_llama.py"))
+    Traceback (most recent call last):
+        ...
+    patcher.errors.CodegenError: ...the source module 'transformers.models.llama.modeling_lama' can't be found: there
+    is no 'modeling_lama' in transformers.models.llama (nearest: modeling_llama). Correct the name, or ...
+
+    The message begins with the file and the line of the patch, or of the config.
+    """
 
 
 class PatcherWarning(UserWarning):
-    """What `strict=False` says in place of `UnmatchedPatchError` and `PatchedWeightsError`."""
+    """Issued in place of `UnmatchedPatchError` and `PatchedWeightsError` with `strict=False`.
+
+    >>> import warnings
+    >>> from torch import nn
+    >>> from transformers import AutoModel, LlamaConfig
+    >>> from patcher import Patcher
+    >>> config = LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     model = AutoModel.from_config(config, patcher=Patcher({"LlamaMPL": nn.Identity}, strict=False))
+    >>> caught[0].category.__name__
+    'PatcherWarning'
+
+    To have them raised, `warnings.simplefilter("error", PatcherWarning)`; better, leave `strict=False` out.
+    """
 
 
 def no_such_name(module: str, name: str, known: Iterable[str], where: str = "") -> NoSuchNameError:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from huggingface_hub import HfApi, constants, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
@@ -48,6 +50,8 @@ def config_of(model: Any, options: Mapping[str, Any]) -> PretrainedConfig:
     file = Path(model, options.get("subfolder") or "", "config.json")
     if file.exists() and not file.is_file():  # whoever opens a pipe waits
         raise InvalidPatcherError(f"{file} isn't a regular file, but a folder, a pipe or a device. Fetch it again.")
+    if not Path(model).exists():
+        _reach_hub(str(model), places)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(model, **places)
     except OSError as error:
@@ -62,6 +66,20 @@ def config_of(model: Any, options: Mapping[str, Any]) -> PretrainedConfig:
             "install the release of transformers that knows it."
         ) from error
     return _checked(config, str(model))
+
+
+def _reach_hub(repo: str, places: Mapping[str, Any]) -> None:
+    """Raise where a repo has to be fetched and the hub can't be reached: a load would try that six times, in half a
+    minute, and what was meant is most likely a folder."""
+    cached = {name: places[name] for name in ("cache_dir", "revision") if name in places}
+    try:
+        if places.get("local_files_only") or try_to_load_from_cache(repo, "config.json", **cached) is not None:
+            return
+        HfApi(token=places.get("token")).repo_exists(repo)
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled):
+        return  # transformers says what that means
+    except Exception as error:
+        raise _no_model(repo, OSError(f"{constants.ENDPOINT} can't be reached: {_line(error)}")) from error
 
 
 def _no_model(model: str | os.PathLike[str], error: Exception) -> InvalidPatcherError:

@@ -29,9 +29,10 @@ Change the module classes of a Hugging Face model for one load, and save the ori
   patcher verify HuggingFaceTB/SmolLM2-135M-Instruct --preset LLAMA_FUSED_PROJECTIONS
 # whether it pays on this machine, and which part of it
   patcher bench HuggingFaceTB/SmolLM2-135M-Instruct --preset LLAMA_FUSED_PROJECTIONS
-# the same commands for a patcher, or a class, of your own my_patches.py
-  patcher plan HuggingFaceTB/SmolLM2-135M-Instruct --patcher my_patches:PATCHER
+# the same commands for a class of your own my_patches.py, or for a patcher: --patcher my_patches:PATCHER
   patcher plan HuggingFaceTB/SmolLM2-135M-Instruct --class "like:LlamaRMSNorm=my_patches:MyNorm"
+# a folder that anyone loads with trust_remote_code=True, without this package
+  patcher export HuggingFaceTB/SmolLM2-135M-Instruct smollm2-fused --preset LLAMA_FUSED_PROJECTIONS
 # a modeling file of your config with its patches in it, and whether it still is what the config says
   patcher codegen my_patch_gen_config.py --diff
   patcher codegen --check
@@ -43,7 +44,15 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich takes as long to import as all the rest of `--help`
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (commands.presets, commands.plan, commands.verify, commands.bench, commands.diff, commands.fingerprint):
+for command in (
+    commands.presets,
+    commands.plan,
+    commands.verify,
+    commands.bench,
+    commands.diff,
+    commands.export,
+    commands.fingerprint,
+):
     app.command()(command)
 app.add_typer(codegen, name="codegen")
 

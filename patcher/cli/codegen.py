@@ -29,39 +29,54 @@ app.command()(verify)
 
 @app.callback()
 def patched_files() -> None:
-    """Generate patched modeling files, check and verify them."""
+    """Generate patched modeling files, check and verify them.
+
+    `patcher codegen CONFIG --diff` is short for `patcher codegen generate CONFIG --diff`.
+    """
 
 
 @app.command(DEFAULT)
 def codegen(
-    module: Annotated[str | None, typer.Argument(help="The module of a config, or the path of its file.")] = None,
+    module: Annotated[
+        str | None, typer.Argument(metavar="CONFIG", help="The module of a config, or the path of its file.")
+    ] = None,
     output_dir: Annotated[
         Path | None,
-        typer.Option("--output-dir", "-o", help="Folder to write to [default: generated/ beside the config]"),
+        typer.Option(
+            "--output-dir", "-o", metavar="FOLDER", help="Where to write [default: generated/ beside the config]"
+        ),
     ] = None,
     config_name: Annotated[
-        str | None, typer.Option("--config-name", "-c", help="Variable that holds the config [default: config]")
+        str | None,
+        typer.Option("--config-name", "-c", metavar="NAME", help="Variable that holds the config [default: config]"),
     ] = None,
     list_configs: Annotated[bool, typer.Option("--list", help="List the configs of the project.")] = False,
     every: Annotated[bool, typer.Option("--all", help="Generate from every config of the project.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change; write nothing.")] = False,
-    diff: Annotated[bool, typer.Option("--diff", help="Write a unified diff against the original beside it.")] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="Also write a unified diff against the original.")] = False,
     with_manifest: Annotated[
-        bool, typer.Option("--manifest", help="Write what it was made of beside it, as JSON.")
+        bool, typer.Option("--manifest", help="Also write a JSON file of the sources and patches.")
     ] = False,
     check_only: Annotated[
-        bool, typer.Option("--check", help="Exit with 1 and a diff if a file is not what its config says.")
+        bool,
+        typer.Option("--check", help="Write nothing; exit with 1 and a diff if a file isn't what its config says."),
     ] = False,
-    fix: Annotated[bool, typer.Option("--fix", help="With --check: write what drifted.")] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="With --check: write the files that aren't what their configs say.")
+    ] = False,
     rebase: Annotated[
-        bool, typer.Option("--rebase", help="With --check: merge patches with changes of their originals, beside.")
+        bool,
+        typer.Option(
+            "--rebase",
+            help="With --check: write files beside, patches merged with changes of their originals.",
+        ),
     ] = False,
-    formatted: Annotated[bool, typer.Option("--format", help="Run ruff over what is generated.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Name every patch.")] = False,
+    formatted: Annotated[bool, typer.Option("--format", help="Run ruff over the files.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="List the patches.")] = False,
 ) -> None:
-    """Generate patched modeling files.
+    """Generate modeling files with patches in them, from configs.
 
-    From configs, and check them for drift. `patcher codegen verify CONFIG` runs small models of a file.
+    With --check, compare the files with what their configs say.
     """
     from patcher.codegen.files.projects import discover, load_configs, read_settings
 

@@ -18,13 +18,15 @@ class WithDefault(TyperGroup):
     """`patcher codegen CONFIG --diff` generates; only a first word that is a command is one."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        return super().parse_args(ctx, args if args and args[0] in self.commands else [DEFAULT, *args])
+        own = {*self.commands, *ctx.help_option_names}
+        return super().parse_args(ctx, args if args and args[0] in own else [DEFAULT, *args])
 
 
 def verify(
     module: Annotated[str, typer.Argument(metavar="CONFIG", help="The module of a config, or the path of its file.")],
     config_name: Annotated[
-        str | None, typer.Option("--config-name", "-c", help="Variable that holds the config [default: config]")
+        str | None,
+        typer.Option("--config-name", "-c", metavar="NAME", help="Variable that holds the config [default: config]"),
     ] = None,
     model: Annotated[
         str | None, typer.Option("--model", metavar="CLASS", help="The model to run [default: until all patches ran]")
@@ -33,12 +35,18 @@ def verify(
         str | None, typer.Option("--model-config", metavar="FOLDER", help="A small config of it [default: made]")
     ] = None,
     tolerance: Annotated[
-        float | None, typer.Option("--tolerance", help="How far outputs may be from stock's, relative to their size.")
+        float | None,
+        typer.Option(
+            "--tolerance", metavar="FLOAT", help="How far outputs may be from stock's, relative to their size."
+        ),
     ] = None,
-    partly: Annotated[bool, typer.Option("--partly", help="Patches that never ran may pass.")] = False,
+    partly: Annotated[bool, typer.Option("--partly", help="Don't fail for patches that no model runs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else.")] = False,
 ) -> None:
-    """Run small models of a file beside stock and beside the runtime patch; exit with 1 if something is wrong."""
+    """Check that the models of a file compute as stock.
+
+    Small ones run beside stock and beside the runtime patch. Exits with 1 if they differ, or a patch never ran.
+    """
     from patcher.codegen import verify
     from patcher.codegen.files.projects import load_configs
 

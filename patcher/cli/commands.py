@@ -1,4 +1,4 @@
-"""The commands around a patcher: `presets`, `plan`, `verify`, `bench`, `diff`, `fingerprint`.
+"""The commands around a patcher: `presets`, `plan`, `verify`, `bench`, `diff`, `export`, `fingerprint`.
 
 Each exits with 0 when all is right, with 1 when what it checks fails, and with 2 when its arguments are invalid. The
 answer is all that goes to stdout.
@@ -12,13 +12,16 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A repo on the hub, or a folder.")]
 Json = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else.")]
-Revision = Annotated[str | None, typer.Option("--revision", help="The branch, tag or commit of the repo.")]
+Revision = Annotated[
+    str | None, typer.Option("--revision", metavar="REVISION", help="A branch, tag or commit of the repo.")
+]
 Remote = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the repo brings with it.")]
 
 
@@ -26,19 +29,32 @@ def _repeated(option: str, metavar: str, what: str) -> Any:
     return Annotated[list[str] | None, typer.Option(option, metavar=metavar, help=f"{what}; may be repeated.")]
 
 
-#: What to load a model with: the parameters of `plan`, `verify`, `bench` and `diff`.
+#: What to load a model with: the parameters of `plan`, `verify`, `bench`, `diff` and `export`.
 _WHAT = {
-    "preset": _repeated("--preset", "NAME", "A preset"),
-    "fusion": _repeated("--fusion", "NAME", "A fusion, such as qkv or gate_up"),
-    "patcher": _repeated("--patcher", "MODULE:CONSTANT", "A Patcher of your own code"),
-    "class_": _repeated(
-        "--class", "NAME=MODULE:CLASS", "A class for those of a name; like:NAME means all that compute the same"
+    "preset": _repeated("--preset", "NAME", "A preset, by its name in `patcher presets`"),
+    "fusion": _repeated(
+        "--fusion", "NAME", "A fusion: qkv, kv, gate_up, siblings, sequential_experts, patch_embeddings or split"
     ),
-    "module": _repeated("--module", "PATH=MODULE:CLASS", "A class for the modules at a path"),
-    "function": _repeated("--function", "NAME=MODULE:FUNCTION", "A function in place of another"),
+    "patcher": _repeated("--patcher", "MODULE:CONSTANT", "A Patcher of your own, such as my_patches:PATCHER"),
+    "class_": _repeated(
+        "--class",
+        "NAME=MODULE:CLASS",
+        "A class of yours for one of the model, such as LlamaMLP=my_patches:MyMLP; like:LlamaRMSNorm for all that "
+        "compute the same",
+    ),
+    "module": _repeated(
+        "--module",
+        "PATH=MODULE:CLASS",
+        "A class of yours for modules, such as model.layers.{0..3}.mlp=my_patches:MyMLP",
+    ),
+    "function": _repeated(
+        "--function",
+        "NAME=MODULE:FUNCTION",
+        "A function of yours for one that modeling code calls, such as apply_rotary_pos_emb=my_patches:rotary",
+    ),
 }
 Unpinned = Annotated[
-    bool, typer.Option("--unpinned", help="Leave out the pins: to see how a preset does on code that has changed.")
+    bool, typer.Option("--unpinned", help="Ignore the pins of a preset, to try it on code that has changed.")
 ]
 
 
@@ -81,13 +97,14 @@ def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Param
 
 @_command
 def presets(
-    model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Only those that fit this repo or folder, the best first.")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A repo on the hub, or a folder.")] = None,
     revision: Revision = None,
     remote: Remote = False,
 ) -> tuple[Any, bool]:
-    """List the presets, or those that fit a model."""
+    """List presets (verified patchers), or those that fit a model.
+
+    With MODEL those that fit it, the recommended first; where none fits, the reason.
+    """
     from patcher.cli.values import listing
 
     return listing(model, _options(revision, remote)), True
@@ -131,7 +148,10 @@ def _with_patcher(answer: Callable[..., tuple[Any, bool]], *, several: bool = Fa
 
 @_with_patcher
 def plan(model: str, patcher: Any, options: Any) -> tuple[Any, bool]:
-    """Say what a load would do, without reading a weight. Exits with 1 if it would fail."""
+    """Show what a load would do, without reading a weight.
+
+    The config and the headers of the checkpoint are read. Exits with 1 if the load would fail.
+    """
     from patcher.inspection.plan import plan
 
     planned = plan(model, patcher, **options)
@@ -144,18 +164,26 @@ def verify(
     patcher: Any,
     options: Any,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], typer.Option("--dtype", help="What to compute in.")
+        Literal["float32", "bfloat16", "float16"], typer.Option("--dtype", help="The dtype to compute in.")
     ] = "float32",
     stage: Annotated[
-        list[str] | None, typer.Option("--stage", metavar="NAME", help="Run only this stage; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--stage", metavar="NAME", help="Run only this stage, such as training or save; may be repeated."
+        ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A tenth of the time: a wrong weight or layer, not a hidden condition.")
+        bool,
+        typer.Option(
+            "--quick",
+            help="Take a tenth of the time: see wrong weights and layers, but not what only some inputs show.",
+        ),
     ] = False,
 ) -> tuple[Any, bool]:
-    """Compare stock and patched.
+    """Check that a patched model computes and saves as stock.
 
-    Both are loaded; what they compute and what they save is compared. Exits with 1 if they differ.
+    The model is loaded with the patcher and without it (stock, as transformers has it), and both are compared. Exits
+    with 1 if they differ.
     """
     import torch
 
@@ -170,16 +198,23 @@ def bench(
     model: str,
     patchers: Any,
     options: Any,
-    seconds: Annotated[float, typer.Option("--seconds", help="How long it may take.")] = 60.0,
+    seconds: Annotated[
+        float, typer.Option("--seconds", help="How many seconds to measure; more tell smaller differences.")
+    ] = 60.0,
     measure: Annotated[
-        list[str] | None, typer.Option("--measure", metavar="NAME", help="Measure only this; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--measure", metavar="NAME", help="Measure only this, such as decode or memory; may be repeated."
+        ),
     ] = None,
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], typer.Option("--dtype", help="What to compute in.")
+        Literal["auto", "float32", "bfloat16", "float16"], typer.Option("--dtype", help="The dtype to compute in.")
     ] = "auto",
-    unverified: Annotated[bool, typer.Option("--no-verify", help="Measure what isn't the same as stock too.")] = False,
+    unverified: Annotated[
+        bool, typer.Option("--no-verify", help="Measure patchers that don't compute the same as stock, too.")
+    ] = False,
 ) -> tuple[Any, bool]:
-    """Measure whether patchers pay on this machine.
+    """Measure whether patchers make a model faster on this machine.
 
     Each of them, and each subset of their members, takes turns with stock. Exits with 1 if nothing could be measured.
     """
@@ -192,10 +227,33 @@ def bench(
 
 
 @_with_patcher
-def diff(model: str, patcher: Any, options: Any) -> tuple[Any, bool]:
-    """Show what changes in the code.
+def export(
+    model: str,
+    patcher: Any,
+    options: Any,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write: a new or an empty folder.")],
+    push: Annotated[
+        str, typer.Option("--push", metavar="REPO", help="Put it into this repo on the hub, which is made if needed.")
+    ] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Verify it in a tenth of the time.")] = False,
+    unverified: Annotated[bool, typer.Option("--no-verify", help="Don't compare it with the original.")] = False,
+) -> tuple[Any, bool]:
+    """Write a folder that anyone loads without this package.
 
-    For each class that is replaced or fused, as patched against as shipped.
+    With trust_remote_code=True: in it are a modeling file, the config, the weights and all files beside them as they
+    are, and a model card. It is compared with the original; exits with 1, and writes nothing, if they differ.
+    """
+    from patcher.publishing import export
+
+    written = export(model, patcher, folder, quick=quick, verify=not unverified, push_to_hub=push, **options)
+    return written, True
+
+
+@_with_patcher
+def diff(model: str, patcher: Any, options: Any) -> tuple[Any, bool]:
+    """Show how the modeling code changes.
+
+    A diff for each class that is replaced or fused, and each function.
     """
     from patcher.inspection.diff import diff
 
@@ -206,15 +264,18 @@ def diff(model: str, patcher: Any, options: Any) -> tuple[Any, bool]:
 def fingerprint(
     preset: Annotated[str, typer.Argument(metavar="PRESET", help="The name of a preset, or MODULE:CONSTANT.")],
     model: Annotated[
-        str, typer.Option("--verify", metavar="MODEL", help="Verify it on this model first; no pin if that fails.")
+        str,
+        typer.Option(
+            "--verify", metavar="MODEL", help="Verify the preset on this model first; print nothing if that fails."
+        ),
     ] = "",
     revision: Revision = None,
     remote: Remote = False,
 ) -> tuple[Any, bool]:
-    """Print the pin of a preset.
+    """Print fingerprints of the code that a preset is pinned to.
 
-    For the transformers that is installed. Exits with 1 if the preset is pinned to other code; with --verify, if what
-    is verified on this code is not the same as stock.
+    They are those of the transformers that is installed. Exits with 1 if the preset is pinned to other code; with
+    --verify, if on this code a patched model isn't the same as stock.
     """
     from patcher.checkpoints.model_classes import config_of
     from patcher.cli.values import named, pin_of, without_pins

@@ -141,17 +141,23 @@ class Listing(Shown):
 
     def _headline(self) -> str:
         count = len(self.presets)
+        if self.model and not count:
+            return f"No preset fits {self.model}"
         text = f"{count} preset{'' if count == 1 else 's'}{f' for {self.model}' if self.model else ''}"
         return f"{text}, the recommended first" if self.model and count > 1 else text
 
     def _parts(self) -> Iterable[Part]:
         yield Notes("Why", [self.reason] if self.reason else [], "")
         rows = [
-            (row["name"], row["description"].partition("\n")[0], row["transformers"], row["missing"])
+            (row["name"], row["description"].partition("\n")[0], _from_lowest(row["transformers"]), row["missing"])
             for row in self.presets
         ]
         yield Table("Presets", ("name", "what it is", "verified on transformers"), [r[:3] for r in rows if not r[3]])
         yield Table("Can't be used here", ("name", "reason"), [(r[0], r[3]) for r in rows if r[3]])
+
+
+def _from_lowest(specifier: str) -> str:
+    return ",".join(sorted(specifier.split(","), reverse=True))  # ">=5.17,<5.24"
 
 
 def listing(model: str | None, options: Mapping[str, Any]) -> Listing:

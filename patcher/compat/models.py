@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -268,6 +269,26 @@ def class_in(auto_class: Any, config: PretrainedConfig) -> type[PreTrainedModel]
     found: Any = mapping.get(type(config), None)
     listed: list[type[PreTrainedModel] | None] = list(found) if isinstance(found, tuple) else [found]
     return next((cls for cls in listed if cls and cls.__name__ in (config.architectures or ())), listed[0])
+
+
+def cache_argument(model: nn.Module) -> str | None:
+    """What a model calls the cache that it takes and returns, `cache` from 5.24 on; None if it takes none."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in parameters), None)
+
+
+def renamed_parameters(function: Any) -> dict[str, str]:
+    """The parameters of a function that transformers has renamed, old name -> new one, as its decorator for that says
+    (`deprecate_kwarg`, which takes the old names too)."""
+    found: dict[str, str] = {}
+    while function is not None:
+        names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+        if {"old_name", "new_name"} <= {*names}:
+            values = dict(zip(names, function.__closure__, strict=True))
+            if (new := values["new_name"].cell_contents) is not None:
+                found[values["old_name"].cell_contents] = new
+        function = getattr(function, "__wrapped__", None)
+    return found
 
 
 def is_of_experts_decorator(function: Any) -> bool:

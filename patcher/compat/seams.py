@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, TypeVar
 
 from patcher.errors import PatcherError, unknown_release
@@ -69,10 +70,33 @@ class Seam:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             return self.function(function, *args, **kwargs)
 
+        for keyword in self.function.__kwdefaults__ or {}:
+            known = inspect.signature(wrapped)
+            if keyword not in known.parameters:
+                wrapped.__signature__ = with_keyword(known, self.function, keyword)  # type: ignore[attr-defined]
         setattr(owner, name, wrapped if function is stock else type(stock)(wrapped))
         for each in list(sys.modules.values()) if self.follow else ():
             if getattr(each, "__dict__", {}).get(name) is stock:
                 setattr(each, name, wrapped)
+
+
+def with_keyword(signature: inspect.Signature, function: Callable[..., Any], name: str) -> inspect.Signature:
+    """A signature with a keyword of another function, for `inspect.signature` and what completes with it."""
+    parameters = {**signature.parameters, name: inspect.signature(function, eval_str=True).parameters[name]}
+    return signature.replace(parameters=sorted(parameters.values(), key=lambda each: each.kind))
+
+
+def show_in_auto_classes(module: ModuleType, function: Callable[..., Any], name: str) -> None:
+    """Show a keyword of `from_pretrained` in the Auto classes, which hand on what they don't know.
+
+    Only their signatures change: a call goes from them to the class that they choose as before. They copy bound
+    methods, so without this the signatures of the copies lack their first parameter as well.
+    """
+    for cls in (each for each in vars(module).values() if isinstance(each, type)):
+        for method in (vars(cls).get(each) for each in ("from_pretrained", "from_config")):
+            if isinstance(method, classmethod):
+                code = inspect.signature(method.__func__, follow_wrapped=False)
+                method.__func__.__signature__ = with_keyword(code, function, name)  # type: ignore[attr-defined]
 
 
 #: What is called or read of transformers besides its documented names and the seams, with the parameters.

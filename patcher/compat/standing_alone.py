@@ -44,14 +44,15 @@ class SplitRows(ConversionOps):
     """One layer as the checkpoint's several; the modules that have such layers say how many rows are whose."""
 
     @torch.no_grad()
-    def convert(self, input_dict, source_patterns, target_patterns, model, **kwargs):
+    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name, model, **kwargs):
         (rows,) = (value[0] if isinstance(value, list) else value for value in input_dict.values())
-        name = source_patterns[0].removesuffix(".weight").rpartition(".")[2]
+        joined = full_layer_name.replace(target_patterns[0], source_patterns[0]).removesuffix(".weight")
+        owner, _, name = joined.removesuffix(".bias").rpartition(".")
         listed = {tuple(getattr(each, f"{name}_sizes", ())) for each in model.modules()}
-        found = [sizes for sizes in listed if sum(sizes) == len(rows)]
-        if len(found) != 1:
-            raise ValueError(f"{len(rows)} rows of {name} can't be told apart: layers of that size have {found}")
-        return {part: piece.clone() for part, piece in zip(target_patterns, rows.split(found[0]), strict=True)}
+        sizes = [each for each in listed if sum(each) == len(rows)]
+        if len(sizes) != 1:  # this layer's: by its name, which isn't yet that of the checkpoint
+            sizes = [getattr(model.get_submodule(owner), f"{name}_sizes")]
+        return {part: piece.clone() for part, piece in zip(target_patterns, rows.split(sizes[0]), strict=True)}
 
     @property
     def reverse_op(self):
@@ -169,6 +170,8 @@ def converted(model, state_dict, conversions, renamed_first):
 def in_own_layout(model, state_dict):
     """A state dict whose tensors of the original's checkpoints have become those that the model has."""
     known = model.state_dict().keys()
+    if state_dict.keys() <= known:
+        return state_dict
     others = {key: tensor for key, tensor in state_dict.items() if key not in known}
     own = {key: tensor for key, tensor in state_dict.items() if key in known}
     return own | converted(model, others, get_model_conversion_mapping(model, add_legacy=False), True)

@@ -7,6 +7,7 @@ model passes through.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -14,12 +15,13 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
+import transformers
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
 
 from patcher.compat.modeling_code import is_modeling_module
-from patcher.compat.models import mark_original_class
+from patcher.compat.models import mark_original_class, renamed_parameters
 from patcher.construction.class_rules import ClassRules, Match
 from patcher.construction.in_force import (
     Block,
@@ -90,6 +92,7 @@ class Construction:
     _root: weakref.ref[PreTrainedModel] | None = field(init=False, default=None)
     _building: list[nn.Module] = field(init=False, default_factory=list)
     _noted: dict[type[nn.Module], Match] = field(init=False, default_factory=dict)
+    _checked: set[tuple[type[nn.Module], type[nn.Module]]] = field(init=False, default_factory=set)
 
     @property
     def root(self) -> PreTrainedModel | None:
@@ -133,9 +136,12 @@ class Construction:
         if is_model and not self._building and self.root is None:
             raise PatchConstructionError(
                 f"{match.replacement.__qualname__} is to be the model itself in place of {original.__qualname__}, and "
-                "is no PreTrainedModel, so it could neither be loaded nor saved: derive it from "
+                "isn't a PreTrainedModel, so it could neither be loaded nor saved: derive it from "
                 f"{original.__qualname__} or from PreTrainedModel, and call super().__init__(config)."
             )
+        if (original, match.replacement) not in self._checked:
+            self._checked.add((original, match.replacement))
+            check_parameters(original, match.replacement)
         mark_original_class(module, original)
         is_outermost = not self._building
         numbers = self._construct(module, original, match.replacement, args, kwargs)
@@ -149,7 +155,7 @@ class Construction:
     def build_in_place_of(
         self, module: nn.Module, original: type[nn.Module], match: Match, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> nn.Module:
-        """What takes the place of a module of `original` that stands, built with the arguments that made that one.
+        """What takes the place of a constructed module of `original`, built with the arguments that made that one.
 
         Raises:
             PatchConstructionError: it can't be built.
@@ -218,6 +224,26 @@ class Construction:
             self.at_end()
 
 
+def check_parameters(original: type[nn.Module], replacement: type[nn.Module]) -> None:
+    """Raise where a replacement has a parameter under the name that it had in older releases of transformers.
+
+    What is given under the new name would be lost in its `**kwargs`, a cache for one.
+
+    Raises:
+        PatchConstructionError: with both names.
+    """
+    if not (renamed := renamed_parameters(original.forward)):
+        return
+    known = inspect.signature(replacement.forward).parameters
+    for old, new in renamed.items():
+        if old in known and new not in known:
+            raise PatchConstructionError(
+                f"{replacement.__qualname__}.forward has a parameter {old!r}, which is called {new!r} in "
+                f"{original.__qualname__}.forward of transformers {transformers.__version__}, so what is given would "
+                f"be ignored. Call it {new!r}; for older releases too, take kwargs.get({new!r}, kwargs.get({old!r}))."
+            )
+
+
 def calling_module(depth: int) -> str:
     """The name of the module whose code calls: 1 is the caller of the function that asks, 2 is who called that."""
     return str(sys._getframe(depth + 1).f_globals.get("__name__", ""))
@@ -227,11 +253,6 @@ def current_construction() -> Construction | None:
     """The construction that this code is a part of."""
     found: Construction | None = construction_around()
     return found
-
-
-def under_construction() -> bool:
-    """Whether a model is being built here under a patcher, so that what is built now is a part of it."""
-    return current_construction() is not None
 
 
 @contextmanager

@@ -138,7 +138,7 @@ def in_force_for(patcher: Any) -> tuple[tuple[InForce, ...], tuple[InForce, ...]
     """What a load meets, the innermost first, and what of it this very load brings.
 
     Raises:
-        InvalidPatcherError: `patcher` is no Patcher.
+        InvalidPatcherError: `patcher` isn't a Patcher.
     """
     own: tuple[InForce, ...] = ()
     if patcher is not None:

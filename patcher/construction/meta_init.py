@@ -72,8 +72,8 @@ class MetaInit:
             raise PatchConstructionError(
                 f"{replacement.__qualname__} could not be built in place of {original.__qualname__}"
                 f"{_where(error.__traceback__)}: {type(error).__name__}: {error}\n"
-                f"It was called as {replacement.__qualname__}({', '.join(arguments)}). A replacement is built from "
-                f"the very arguments of {original.__qualname__}.__init__: take them all, or accept **kwargs."
+                f"It was called as {replacement.__qualname__}({', '.join(arguments)}). A replacement is constructed "
+                f"with the arguments of {original.__qualname__}.__init__: take them all, or accept **kwargs."
             ) from error
 
     @contextmanager

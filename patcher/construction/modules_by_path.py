@@ -86,9 +86,9 @@ def _match(
             return None
         if other.replacement is not match.replacement:
             raise PatchConflictError(
-                f"module_mapping: {path} and {each} are one module, and {match.key!r} asks for "
-                f"{match.replacement.__qualname__} there, {other.key!r} for {other.replacement.__qualname__}. Map "
-                "both to one class."
+                f"module_mapping: {path} and {each} are one module, and {match.key!r} maps it to "
+                f"{match.replacement.__qualname__}, {other.key!r} to {other.replacement.__qualname__}. Map both to "
+                "one class."
             )
     return match
 

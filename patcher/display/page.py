@@ -128,7 +128,7 @@ def _becomes(old: Iterable[str], new: Iterable[str]) -> str:
 
 
 def _table(part: Table) -> str:
-    heads = "".join(_element("th", head) for head in part.heads)
+    heads = "".join(_element("th", head, "short") for head in part.heads)
     rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in part.rows)
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
 
@@ -180,10 +180,16 @@ def _code_row(row: Row | str) -> str:
     return f"<tr>{_side(row.before, 'del', same)}{_side(row.after, 'ins', same)}</tr>"
 
 
+def _marked(tag: str, text: str) -> str:
+    """What changed, without the blanks in front of it."""
+    bare = text.lstrip()
+    return text[: len(text) - len(bare)] + _element(tag, bare)
+
+
 def _side(line: Line | None, tag: str, same: bool) -> str:
     if line is None:
         return '<td class="none"></td>'
-    pieces = [_element(tag, text) if changed and text.strip() else _escaped(text) for text, changed in line]
+    pieces = [_marked(tag, text) if changed and text.strip() else _escaped(text) for text, changed in line]
     kind = "" if same else f' class="{tag} {"whole" if len(line) == 1 else ""}"'
     text = "".join(text for text, _ in line)
     wrapped = len(text) - len(text.lstrip()) + _WRAPPED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 from patcher.display.parts import Cell, Part, is_filled
 from patcher.patterns import compress
@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 class Shown:
     """A frozen dataclass of tuples that is read in a terminal, in Jupyter and as JSON.
 
-    A subclass says what is to be seen: one line, a verdict if it gives one, and parts; what is empty is left out.
+    A subclass says what is to be seen: one line, a verdict if it gives one, and parts; what is empty is left out. It
+    names the properties that JSON has beside its fields.
     """
+
+    _also: ClassVar[tuple[str, ...]] = ()
 
     def _headline(self) -> str:
         raise NotImplementedError
@@ -28,8 +31,9 @@ class Shown:
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it in dicts, lists, texts and numbers, for JSON."""
-        return {name: _plain(value) for name, value in vars(self).items()}
+        """All of it in dicts, lists, texts and numbers, for JSON; and the answers that its properties give."""
+        fields = vars(self) | {name: getattr(self, name) for name in self._also}
+        return {name: _plain(value) for name, value in fields.items()}
 
     def show(self, file: IO[str] | None = None) -> None:
         """Print it: in colours and as wide as it is in a terminal, as `str` elsewhere."""
@@ -56,6 +60,11 @@ class Shown:
         return [part for part in self._parts() if is_filled(part)]
 
 
+def numbered(count: int, what: str) -> str:
+    """`1 module`, `2 classes`."""
+    return f"{count} {what}" + ("" if count == 1 else "es" if what.endswith("s") else "s")
+
+
 def folded(rows: Iterable[tuple[Any, ...]], root: str = "(the model)") -> list[tuple[Any, ...]]:
     """Rows that begin with a path and say the same of several layers, as one."""
     by_rest: dict[tuple[Any, ...], list[str]] = {}
@@ -65,10 +74,9 @@ def folded(rows: Iterable[tuple[Any, ...]], root: str = "(the model)") -> list[t
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Shown):
-        return value.to_dict()
-    if hasattr(value, "_asdict"):  # a named tuple
-        return _plain(value._asdict())
+    for method in ("to_dict", "_asdict"):
+        if hasattr(value, method):
+            return _plain(getattr(value, method)())
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):

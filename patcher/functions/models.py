@@ -75,7 +75,7 @@ _UNDER_A_NAME = (
 
 
 def find_functions(model: nn.Module, layers: Layers) -> Functions:
-    """What function mappings do to a model that stands, or to its skeleton. Nothing is changed.
+    """What function mappings do to a constructed model, or to its skeleton. Nothing is changed.
 
     Raises:
         PatchConstructionError: a replacement doesn't fit a call, or a call can't be changed for one model alone.

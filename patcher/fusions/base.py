@@ -28,7 +28,7 @@ class Decision:
         layouts: which of its parameters become which.
         recipe: what decides its class, besides its own.
         refusal: why the module is left alone, "" if it isn't.
-        is_told: whether that is worth a line of the report; it is said in any case where nothing else was found.
+        is_told: whether the refusal is worth a line of the report; where nothing is fused it is reported anyway.
     """
 
     layouts: tuple[Layout, ...] = ()
@@ -83,40 +83,40 @@ class Fusion:
     #: What the family looks for, for the error of a model that has none: "no module has ...".
     subject: str = ""
 
-    #: Where the family is asked for, if not wherever it can be: paths, in the language that reports print.
+    #: Where the family is applied, if not wherever it can be: paths, in the language that reports print.
     modules: tuple[str, ...] = ()
 
     def __init__(self, modules: str | Iterable[str] = ()) -> None:
-        """Ask for the family at some paths only: `model.layers.{0..3}.mlp`, `*` for one segment, `**` for any number.
+        """Apply the family at some paths only: `model.layers.{0..3}.mlp`, `*` for one segment, `**` for any number.
 
         Raises:
-            InvalidPatcherError: a path is none, or there is none.
+            InvalidPatcherError: a path is invalid, or the list is empty.
         """
         if modules != ():  # objects without options have no attributes, whether or not this has run
             self.modules = _paths(type(self).__name__, modules)
 
     def is_fusable(self, module: nn.Module) -> bool:
-        """Whether this very module can be fused. The module is on the meta device: look at its layout only."""
+        """Whether this module can be fused. The module is on the meta device: look at its layout only."""
         raise NotImplementedError
 
     def refusal(self, module: nn.Module) -> str:
-        """Why `is_fusable` said no, for the report: of modules that the patterns name."""
-        return "is_fusable() says no"
+        """Why `is_fusable` is False, for the report: for modules that the patterns name."""
+        return "is_fusable() is False"
 
     def layouts(self, module: nn.Module) -> Iterable[Layout]:
         """Which parameters of a module become which, by their names in it."""
         return ()
 
     def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
-        """The class of the fused module; asked once for each class.
+        """The class of the fused module; called once for each class.
 
-        One with a class method `from_module(module)` is made from the module that stands, and is given its values. Any
-        other is built in its place, from the same constructor arguments.
+        A class with a class method `from_module(module)` is constructed from the existing module and takes over its
+        values. Any other is constructed in its place, with the same constructor arguments.
         """
         raise NotImplementedError
 
     def make_transforms(self, config: PretrainedConfig, matches: Mapping[str, nn.Module]) -> list[WeightTransform]:
-        """Conversions from the checkpoint's layout to the fused one that are no layouts of one module.
+        """Conversions from the checkpoint's layout to the fused one that aren't layouts of a single module.
 
         Args:
             config: the configuration of the outermost model.
@@ -128,8 +128,9 @@ class Fusion:
     # Where a class is not enough to tell how a module is fused, or a family has to see more than one module.
 
     def recipe(self, module: nn.Module) -> Hashable:
-        """What of a module decides which class it gets, besides its own; with it the class is made where it is read
-        from a pickle, so it is pickled too.
+        """What decides, besides a module's own class, which class it gets.
+
+        It is pickled with the module, and the class is made from it when the pickle is read.
         """
         return ()
 
@@ -138,9 +139,9 @@ class Fusion:
         return self.make_fused_class(original_cls)
 
     def decide(self, path: str, module: nn.Module, surroundings: Surroundings) -> Decision | None:
-        """What becomes of a module where it is in the model; None where the family isn't about it.
+        """What becomes of a module at its place in the model; None where the family doesn't apply to it.
 
-        All of the above is only looked at from here.
+        The methods above are called by this one only.
         """
         patterns = self.target_modules_patterns
         if patterns and not any(search(pattern, path) for pattern in patterns):

@@ -125,7 +125,9 @@ def _family(name: Any) -> type[Fusion]:
     if isinstance(name, str) and (entry := _entry(name)) is not None:
         return _loaded(entry)
     known = ", ".join(repr(known) for known in (*FAMILIES, *sorted(_registered().keys() - FAMILIES.keys())))
-    if not isinstance(name, str):
+    if isinstance(name, type) and issubclass(name, Fusion):
+        hint = f"write an object of it, {name.__name__}()"
+    elif not isinstance(name, str):
         hint = f"write a name ({known}) or an object of a Fusion subclass"
     elif len(names := re.split(r"[\s,|+]+", name.strip())) > 1:
         hint = f"write fusions={names!r}"
@@ -163,7 +165,7 @@ def _registered_as(name: str) -> tuple[EntryPoint, ...]:
 
 
 def _entry(name: str) -> EntryPoint | None:
-    """What a name stands for, if it stands for something; it isn't imported."""
+    """The entry of a name, if there is one; it isn't imported."""
     if name in FAMILIES:
         if others := _registered().get(name):
             packages = " and ".join(map(_told, others))

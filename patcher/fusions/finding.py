@@ -48,14 +48,14 @@ class Surroundings:
         return [name for name, value in named if name in self._tied or self._owners[id(value)] > 1]
 
     def sharing(self, path: str, module: nn.Module, subject: str) -> str:
-        """Why the module isn't by itself in the model, "" if it is."""
+        """Why the module shares something with the rest of the model, "" if it doesn't."""
         if self.is_shared(module):
             return f"{subject} is at several places of the model"
         return "its weights are tied" if self.tied(path, module) else ""
 
 
 def discover(fusion: Fusion, model: PreTrainedModel) -> Findings:
-    """The modules that are fused, and those that aren't though the family is about them.
+    """The modules that are fused, and those that aren't though the family applies to them.
 
     Args:
         model: the skeleton of the outermost model, as transformers builds it, on the meta device.

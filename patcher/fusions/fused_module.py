@@ -1,7 +1,7 @@
 """One module fused: its class, its parameters, what it carries, and how it is pickled.
 
 The class that a family makes for a module is asked for once and remembered, so that two loads get the same one. How a
-module becomes one of it, its class says: a rewritten class takes the object that stands; one with a `from_module` is
+module becomes one of it, its class says: a rewritten class takes the existing object; one with a `from_module` is
 made from it; any other is built again from the arguments of its constructor.
 """
 
@@ -93,7 +93,7 @@ def fused_classes() -> list[tuple[type[nn.Module], type[nn.Module]]]:
 
 
 def takes_modules(cls: type[nn.Module]) -> bool:
-    """Whether a fused class is made from the module that stands, rather than from constructor arguments."""
+    """Whether a fused class is made from the existing module, rather than from constructor arguments."""
     return issubclass(cls, FusedModule) or hasattr(cls, "from_module")
 
 
@@ -126,7 +126,7 @@ class FusedModule(OldNames):
 def fuse(
     fusion: Fusion, module: nn.Module, cls: type[nn.Module], layouts: Iterable[Layout] | None = None
 ) -> nn.Module:
-    """Make a module that stands one of the fused class, with its values.
+    """Make an existing module one of the fused class, with its values.
 
     Args:
         layouts: what becomes of its parameters, where that is known; the family is asked otherwise.

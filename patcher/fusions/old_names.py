@@ -97,7 +97,7 @@ class SplitView(_View, Copied):
 
 
 def view_of(parameter: torch.Tensor, see: Callable[[torch.Tensor], torch.Tensor], what: str) -> torch.Tensor:
-    """A view of a parameter, which passes for initialised where that is: transformers asks the tensor it is given.
+    """A view of a parameter; it counts as initialised if the parameter does: transformers looks at the tensor itself.
 
     Args:
         see: makes the view, of the parameter and of its gradient.
@@ -118,7 +118,7 @@ def view_of(parameter: torch.Tensor, see: Callable[[torch.Tensor], torch.Tensor]
 
 
 def whole_of(parts: Sequence[torch.Tensor], join: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> torch.Tensor:
-    """What several parameters are together: it can be read only, and passes for initialised where all of them are.
+    """Several parameters joined into one tensor, to be read only. It counts as initialised if all of them do.
 
     >>> parts = [torch.zeros(2), torch.ones(1)]
     >>> whole_of(parts, torch.cat).sum()

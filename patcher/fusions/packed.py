@@ -14,9 +14,9 @@ import ast
 import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,7 +41,8 @@ _GENERIC = frozenset("proj projection layer layers states state linear lin to we
 _OUTPUT, _NAME = "packed_output", "<packed>"
 
 
-class PackedRows(NamedTuple):
+@dataclass(frozen=True)
+class PackedRows:
     """How the rows of a packed layer lie.
 
     Attributes:

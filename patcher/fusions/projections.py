@@ -31,8 +31,8 @@ class Projections(Fusion):
     >>> UpAndGate().is_fusable(nn.Linear(2, 2))
     False
 
-    Whether they are is asked when they are called, so what is looked at beforehand is only whether something between
-    the calls writes into that tensor: see `patcher.fusions.sharing`.
+    Whether they are given the same tensor is known when they are called: a projection that is given another one
+    computes its own rows. What is read beforehand is only whether something between the calls writes into that tensor.
     """
 
     #: the name of the joined projection
@@ -43,7 +43,7 @@ class Projections(Fusion):
         return iter(())
 
     def group_in(self, module: nn.Module) -> tuple[str, ...] | None:
-        """The children that play them: those that are all linear layers, before those of which one is."""
+        """The children that play the roles: a group in which all are linear layers, before one in which some are."""
         linear = {name: isinstance(child, nn.Linear) for name, child in module._modules.items()}
         groups = list(self.groups(linear)) if any(linear.values()) else []
         for enough in (all, any):

@@ -81,7 +81,7 @@ class SplitLinear(nn.Module):
         weight, bias = packed._parameters["weight"], packed._parameters["bias"]
         assert weight is not None
         in_features = weight.shape[0 if isinstance(packed, Conv1D) else 1]
-        return cls(in_features, *cls._rows, bias=bias is not None, dtype=weight.dtype)
+        return cls(in_features, cls._rows.sizes, cls._rows.blocks, bias=bias is not None, dtype=weight.dtype)
 
     def to_module(self) -> nn.Module:
         """A packed layer of the same shape."""
@@ -149,7 +149,7 @@ class Split(Fusion):
     Patcher(fusions=[Split(parts={'in_proj': ('gate', 'hidden')}), 'split'])
 
     For adapters on queries and values only, and for types, quantization and scales by part. Which rows are whose is
-    read from the forward, which assigns what it takes apart to variables of such names: see `patcher.fusions.packed`.
+    read from the forward, which assigns what it takes apart to variables of such names: see `packed_rows`.
     """
 
     name = "split"
@@ -159,7 +159,7 @@ class Split(Fusion):
     parts: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
     def __init__(self, parts: Mapping[str, Iterable[str]] | None = None, modules: str | Iterable[str] = ()) -> None:
-        """Ask for other names than the common ones.
+        """Split layers of other names than the common ones.
 
         Args:
             parts: name of a packed layer -> those of its parts, in words of the variables of the forward.

@@ -89,7 +89,7 @@ def composed(original: type[nn.Module], replacement: type[nn.Module]) -> tuple[s
     if inherits:
         patched = replace(before, members=list(before.members))
     else:
-        patched = replace(_body_of(layers.pop()), head=_body_of(replacement).head)
+        patched = replace(_body_of(layers.pop(), "__init__", "forward"), head=_body_of(replacement).head)
     for cls in reversed(layers):
         body = _body_of(cls)
         for name in dict.fromkeys(member.name for member in body.members if member.is_function):
@@ -101,6 +101,21 @@ def composed(original: type[nn.Module], replacement: type[nn.Module]) -> tuple[s
                 patched.members += inherited
         _overlay(patched, body)
     return str(before), str(patched)
+
+
+def _computing(members: list[_Member], roots: Iterable[str]) -> list[_Member]:
+    """Of a class of a fusion what its forward runs: how it is built, read and saved is nothing that it computes."""
+    texts = {name: "".join(line for each in members if each.name == name for line in each.lines)
+             for name in (member.name for member in members if member.is_function)}  # fmt: skip
+    special = {"__getitem__": "self[", "__len__": "len(self)"}
+    run, waiting = set[str](), [*roots]
+    while waiting:
+        name = waiting.pop()
+        run.add(name)
+        called = {*re.findall(r"\bself\.(\w+)", texts.get(name, ""))}
+        called |= {each for each, call in special.items() if call in texts.get(name, "")}
+        waiting += called & texts.keys() - run
+    return [member for member in members if member.name in run]
 
 
 def _root(cls: type) -> str:
@@ -149,7 +164,8 @@ def _unindented(member: _Member) -> list[str]:
     return "\n".join(member.lines).strip().splitlines()
 
 
-def _body_of(cls: type) -> _Body:
+def _body_of(cls: type, *roots: str) -> _Body:
+    """A class; of one of a fusion what these methods of it run."""
     try:
         source = read_source(cls, cls.__qualname__, Location("", 0))
     except CodegenError:
@@ -167,6 +183,8 @@ def _body_of(cls: type) -> _Body:
     # torch documents its layers on pages, which nothing here replaces.
     left_out = _PLUMBING | ({_DOCSTRING} if _root(cls) == "torch" else set())
     members = [member for member in members if member.name not in left_out]
+    if cls.__module__.startswith("patcher.fusions"):
+        members = _computing(members, roots or ("forward",))
     footer = [line for line in lines[text.last_line(body[-1]) :] if line.strip()]
     return _Body(head, members, lines[: first - 1], lines[first - 1 : node.lineno - 1], footer)
 
@@ -202,7 +220,7 @@ def _made_up(cls: type) -> _Body:
     """A class without a source: of a notebook cell when it has no methods, or made by a call."""
     members = []
     for name, value in vars(cls).items():
-        if name.startswith("__") and not isinstance(unwrap(value), FunctionType):
+        if name.startswith("_") and not isinstance(unwrap(value), FunctionType):
             continue
         if value is None or isinstance(value, str | int | float):
             members.append(_Member(name, [f"    {name} = {value!r}"]))

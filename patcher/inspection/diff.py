@@ -17,7 +17,7 @@ from patcher.compat.conversions import dot_natural_key
 from patcher.compat.modeling_code import unrebound
 from patcher.construction.in_force import InForce
 from patcher.display.parts import Code
-from patcher.display.shown import Shown
+from patcher.display.shown import Shown, numbered
 from patcher.errors import InvalidPatcherError
 from patcher.functions.models import full_name
 from patcher.inspection.class_texts import composed
@@ -99,9 +99,8 @@ class Diff(Shown):
         return Group(unified(self._parts()) or Text(f"# {self._headline()}"))
 
     def _headline(self) -> str:
-        classes, functions = len(self.classes), len(self.functions)
-        parts = [f"{classes} class{'' if classes == 1 else 'es'}"] if classes else []
-        parts += [f"{functions} function{'' if functions == 1 else 's'}"] if functions else []
+        kinds = ((len(self.classes), "class"), (len(self.functions), "function"))
+        parts = [numbered(count, what) for count, what in kinds if count]
         return f"{self.model}: {' and '.join(parts) or 'no class is'} replaced"
 
     def _parts(self) -> Iterator[Code]:

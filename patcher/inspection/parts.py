@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -10,23 +11,104 @@ from torch import nn
 from patcher.compat.conversions import dot_natural_key
 from patcher.compat.models import named_modules, stock_class
 from patcher.display.parts import Notes, Part, Table
+from patcher.display.shown import Shown, numbered
 from patcher.display.tree import ModuleNode, Weights, module_tree
 from patcher.loading.record import PatchedModule, PatchRecord
 from patcher.patterns import in_state_dict, inside
 from patcher.spec.forward_of import shown_name
 
 
-def tree_of(model: nn.Module, fields: Mapping[str, Any], weights: Iterable[Weights]) -> ModuleNode:
-    """The tree of a model, with what the fields of a report or a plan say of its modules."""
-    modules = ((in_state_dict(path), stock_class(module).__qualname__) for path, module in named_modules(model))
-    return module_tree(
+@dataclass(frozen=True)
+class Patched(Shown):
+    """What becomes of the modules, the functions and the conversions of a model.
+
+    Attributes:
+        model: the class of the model.
+        patchers: the patchers in force, the innermost first, and how each comes into force.
+        replaced: (path, original class, replacement) of each module that is replaced.
+        fused: (path, original class, fused class) of each module that is fused.
+        refused: (path, reason) of each module that a fusion leaves alone.
+        functions: (function, what is called in its place, the classes that call it) of each replaced function.
+        calling: how many modules call replaced functions.
+        rules: (key of a mapping, the classes or functions that it matched).
+        conversions_dropped: the stock conversions that are left out, and the filter.
+        new_weights: parameters that aren't in the checkpoint and that the patcher declares as new.
+        dropped_weights: checkpoint tensors that aren't used and that the patcher declares as dropped.
+        warnings: what the load warns of.
+        tree: the modules of the model, alike layers folded, with what becomes of each; None where nothing is patched.
+    """
+
+    model: str
+    patchers: tuple[tuple[str, str], ...] = ()
+    replaced: tuple[tuple[str, str, str], ...] = ()
+    fused: tuple[tuple[str, str, str], ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
+    functions: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
+    calling: int = 0
+    rules: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    conversions_dropped: tuple[tuple[str, str], ...] = ()
+    new_weights: tuple[str, ...] = ()
+    dropped_weights: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    tree: ModuleNode | None = None
+
+    def _counted(self, verb: str) -> str:
+        """How many modules and functions: `2 modules and 1 function replaced (in calls of 4 modules)`."""
+        modules, functions = len(self.replaced) + len(self.fused), len(self.functions)
+        parts = [numbered(modules, "module")] if modules or not functions else []
+        parts += [numbered(functions, "function")] if functions else []
+        called = f" (in calls of {numbered(self.calling, 'module')})" if functions else ""
+        return f"{' and '.join(parts)} {verb}{called}"
+
+    def _patched_parts(self, takes: str, conversions: Iterable[tuple[str, str, str]]) -> Iterator[Part]:
+        """What is shown of it.
+
+        Args:
+            takes: the head of the last column of conversions.
+            conversions: (how it came there, conversion, what it does) of those that aren't dropped.
+        """
+        yield Notes("Warnings", self.warnings, "warning")
+        if len(self.patchers) > 1:  # who wins: the first row
+            yield Table("Patchers", ("in force by", "patcher"), [(origin, text) for text, origin in self.patchers])
+        shown: set[str] = set()
+        called: set[tuple[str, str]] = set()
+        if self.tree is not None:
+            yield self.tree
+            for node in self.tree.walk():
+                shown.update(weights.conversion for weights in node.weights if weights.what == "converted")
+                called.update(node.functions)
+        elsewhere = [each for each in self.functions if each[:2] not in called]
+        # Exact names and paths say themselves what they match.
+        rules = [
+            row
+            for row in self.rules
+            if "[like(" in row[0] or (row[0].startswith("class_mapping") and row[0] != f"class_mapping[{row[1][0]!r}]")
+        ]
+        yield Table("Rules", ("key", "matches"), [(rule, ", ".join(names)) for rule, names in rules])
+        yield Table(
+            "Functions", ("function", "is", "called by"), [(*each[:2], ", ".join(each[2])) for each in elsewhere]
+        )
+        rows = [
+            ("dropped", text, f"by {filtered!r}" if filtered else "an added one takes its tensors")
+            for text, filtered in self.conversions_dropped
+        ]
+        rows += [row for row in conversions if row[0] != "added" or row[1] not in shown]
+        yield Table("Conversions", ("", "conversion", takes), rows)
+
+
+def of_modules(built: nn.Module, weights: Iterable[Weights], fields: dict[str, Any]) -> dict[str, Any]:
+    """These fields of a report or a plan, with those that the modules of the model tell."""
+    names = [(in_state_dict(path), stock_class(module).__qualname__) for path, module in named_modules(built)]
+    callers = {name for _, _, classes in fields["functions"] for name in classes}
+    tree = module_tree(
         fields["model"],
-        modules,
+        names,
         changed=[*fields["replaced"], *fields["fused"]],
         refused=fields["refused"],
         functions=fields["functions"],
         weights=weights,
     )
+    return fields | {"calling": sum(name in callers for _, name in names), "tree": tree}
 
 
 def converted_by_layouts(record: PatchRecord) -> Iterator[Weights]:
@@ -41,49 +123,6 @@ def converted_in_load(record: PatchRecord) -> Iterator[Weights]:
     """What conversions of patchers have made in a load."""
     for route in record.routes:
         yield Weights("converted" if route.by else "kept", route.keys, route.parameters, route.text)
-
-
-def patched_parts(told: Any, takes: str, conversions: Iterable[tuple[str, str, str]]) -> Iterator[Part]:
-    """The parts of a report and of a plan, but for what is said at their ends.
-
-    Args:
-        told: either of them.
-        takes: the head of the last column of conversions.
-        conversions: (how it came there, conversion, what it does) of those that aren't dropped.
-    """
-    yield Notes("Warnings", told.warnings, "warning")
-    if len(told.patchers) > 1:  # who wins: the first row
-        yield Table("Patchers", ("in force by", "patcher"), [(origin, text) for text, origin in told.patchers])
-    shown: set[str] = set()
-    called: set[tuple[str, str]] = set()
-    if told.tree is not None:
-        yield told.tree
-        for node in told.tree.walk():
-            shown.update(weights.conversion for weights in node.weights if weights.what == "converted")
-            called.update(node.functions)
-    elsewhere = [each for each in told.functions if each[:2] not in called]
-    # Exact names and paths say themselves what they match.
-    rules = [
-        row
-        for row in told.rules
-        if "[like(" in row[0] or (row[0].startswith("class_mapping") and row[0] != f"class_mapping[{row[1][0]!r}]")
-    ]
-    yield Table("Rules", ("key", "matches"), [(rule, ", ".join(names)) for rule, names in rules])
-    yield Table("Functions", ("function", "is", "called by"), [(*each[:2], ", ".join(each[2])) for each in elsewhere])
-    rows = [
-        ("dropped", text, f"by {filtered!r}" if filtered else "an added one takes its tensors")
-        for text, filtered in told.conversions_dropped
-    ]
-    rows += [row for row in conversions if row[0] != "added" or row[1] not in shown]
-    yield Table("Conversions", ("", "conversion", takes), rows)
-
-
-def counted(told: Any) -> str:
-    """How many modules and functions a `Report` or a `Plan` tells of: `2 modules`, `2 modules and 1 function`."""
-    modules, functions = len(told.replaced) + len(told.fused), len(told.functions)
-    parts = [f"{modules} module{'' if modules == 1 else 's'}"] if modules or not functions else []
-    parts += [f"{functions} function{'' if functions == 1 else 's'}"] if functions else []
-    return " and ".join(parts)
 
 
 def rows_of_classes(modules: Iterable[PatchedModule]) -> tuple[tuple[str, str, str], ...]:

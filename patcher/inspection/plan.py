@@ -17,11 +17,10 @@ from patcher.compat.models import named_modules, state_tensors
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.in_force import in_force_for
 from patcher.display.parts import Cell, Notes, Part, Table
-from patcher.display.shown import Shown
-from patcher.display.tree import ModuleNode, Weights
+from patcher.display.tree import Weights
 from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError
 from patcher.fusions.config import with_fusion_names
-from patcher.inspection.parts import converted_by_layouts, counted, patched_parts, rows_of_classes, tree_of
+from patcher.inspection.parts import Patched, converted_by_layouts, of_modules, rows_of_classes
 from patcher.inspection.signatures import misfits
 from patcher.inspection.unseen import Unseen, table_of, unseen
 from patcher.integrations import install
@@ -40,58 +39,36 @@ from patcher.spec.validation import not_a_patcher
 
 
 @dataclass(frozen=True)
-class Plan(Shown):
-    """What a load under a patcher would do, as a value.
+class Plan(Patched):
+    """What a load under a patcher would do, as a value: beside what a report of it has, what is known of its weights.
 
     Attributes:
-        model: the class of the model.
         checkpoint: where names and shapes were read, "" if only a config was given: then no weight is judged.
-        patchers: the patchers in force, the innermost first, and how each comes into force.
-        replaced: (path, original class, replacement) of each module that is replaced.
-        fused: (path, original class, fused class) of each module that is fused.
-        refused: (path, reason) of each module that a fusion leaves alone.
-        functions: (function, what is called in its place, the classes that call it) of each replaced function.
-        rules: (key of a mapping, the classes or functions that it matched).
-        conversions_dropped: the stock conversions that are left out, and the filter.
         conversions_added: (conversion, the checkpoint keys that it takes) of those that come in front.
         conversions_kept: the same of the stock conversions that take some.
         weights: (checkpoint keys, parameters, conversion) of every tensor; "" where it goes there as it is.
         missing: the parameters that would not come from the checkpoint.
-        left_over: the checkpoint keys, as the load renames them, that nobody takes.
+        left_over: the unused checkpoint keys, as the load renames them.
         wrong_shape: (parameter, found, expected).
-        new_weights: those of the missing that the patcher declares as new.
-        dropped_weights: those of the left over that the patcher declares as dropped.
         unseen: (what, parameters) of what fits by its shape, and may be in another order all the same.
-        unknown_shapes: how many keys were planned by name alone, because nobody said their shapes.
+        unknown_shapes: how many keys were planned by name alone, because their shapes weren't given.
         misfits: (class, method, where it is called, problem) of replacements that a call doesn't fit.
         problems: what the load would raise, word for word, the first error first; and each misfit.
-        warnings: what the load would warn of.
-        tree: the modules of the model, alike layers folded, with what would become of each.
     """
 
-    model: str
     checkpoint: str = ""
-    patchers: tuple[tuple[str, str], ...] = ()
-    replaced: tuple[tuple[str, str, str], ...] = ()
-    fused: tuple[tuple[str, str, str], ...] = ()
-    refused: tuple[tuple[str, str], ...] = ()
-    functions: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
-    rules: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    conversions_dropped: tuple[tuple[str, str], ...] = ()
     conversions_added: tuple[tuple[str, tuple[str, ...]], ...] = ()
     conversions_kept: tuple[tuple[str, tuple[str, ...]], ...] = ()
     weights: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = ()
     missing: tuple[str, ...] = ()
     left_over: tuple[str, ...] = ()
     wrong_shape: tuple[tuple[str, str, str], ...] = ()
-    new_weights: tuple[str, ...] = ()
-    dropped_weights: tuple[str, ...] = ()
     unseen: Unseen = ()
     unknown_shapes: int = 0
     misfits: tuple[tuple[str, str, str, str], ...] = ()
     problems: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    tree: ModuleNode | None = None
+
+    _also = ("ok",)
 
     @property
     def ok(self) -> bool:
@@ -101,12 +78,8 @@ class Plan(Shown):
     def __bool__(self) -> bool:
         return self.ok
 
-    def to_dict(self) -> dict[str, Any]:
-        """All of it in dicts, lists, texts and numbers, for JSON."""
-        return super().to_dict() | {"ok": self.ok}
-
     def _headline(self) -> str:
-        text = f"{self.model}: {counted(self)} would be replaced"
+        text = f"{self.model}: {self._counted('would be replaced')}"
         if not self.checkpoint:
             text += "; no checkpoint was given, so conversions and weights are not judged"
         elif self.unknown_shapes:
@@ -122,7 +95,7 @@ class Plan(Shown):
         yield Notes("Problems", self.problems, "bad")
         used = [("added", text, ", ".join(keys) or "-") for text, keys in self.conversions_added]
         used += [("kept", text, ", ".join(keys)) for text, keys in self.conversions_kept]
-        yield from patched_parts(self, "takes", used)
+        yield from self._patched_parts("takes", used)
         yield table_of(self.unseen)
         yield Table(
             "Checkpoint",
@@ -152,7 +125,7 @@ def plan(
     >>> plan.fused[0]
     ('model.layers.0.self_attn', 'LlamaAttention', 'FusedLlamaAttention')
     >>> print(patcher.plan(config, Patcher({"LlamaMPL": torch.nn.Identity})).problems[0])
-    The patcher asks for what it can't do in LlamaForCausalLM:
+    These parts of the patcher have no effect in LlamaForCausalLM:
       class_mapping: no class of the model matches 'LlamaMPL'; nearest: LlamaMLP, LlamaModel, LlamaRMSNorm
     Correct it or take it out; with strict=False this is a warning.
 
@@ -216,12 +189,11 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
         **_conversions_and_weights(load, unknown),
     }
     return Plan(
-        **fields,
+        **of_modules(built, _weights_of_modules(load, fields), fields),
         checkpoint=headers.where if headers is not None else "",
         patchers=tuple((repr(entry.patcher), entry.origin) for entry in in_force),
         unseen=_unseen(load, tensors, built),
         **_judgement(load, error, fields["misfits"], any_size=bool(options.get("ignore_mismatched_sizes"))),
-        tree=tree_of(built, fields, _weights_of_modules(load, fields)),
     )
 
 
@@ -248,7 +220,7 @@ def _headers(
 def _completed(
     headers: Headers, cls: type[PreTrainedModel], config: PretrainedConfig
 ) -> tuple[dict[str, Any], frozenset[str]]:
-    """The tensors of a checkpoint, with the shapes that the stock model saves where nobody said others."""
+    """The tensors of a checkpoint, with the shapes that the stock model saves where no others were given."""
     if not headers.unknown:
         return dict(headers.tensors), headers.unknown
     stock = skeleton(cls, config)

@@ -12,60 +12,28 @@ from transformers import PreTrainedModel
 
 from patcher.compat.conversions import source_patterns, used_conversions
 from patcher.display.parts import Part, Table
-from patcher.display.shown import Shown
-from patcher.display.tree import ModuleNode, Weights
+from patcher.display.tree import Weights
 from patcher.errors import InvalidPatcherError
-from patcher.inspection.parts import (
-    converted_by_layouts,
-    converted_in_load,
-    counted,
-    patched_parts,
-    rows_of_classes,
-    tree_of,
-)
+from patcher.inspection.parts import Patched, converted_by_layouts, converted_in_load, of_modules, rows_of_classes
 from patcher.layouts.transforms import describe
 from patcher.loading.record import PatchRecord, record_of
 
 
 @dataclass(frozen=True)
-class Report(Shown):
+class Report(Patched):
     """What was patched in a model, as a value.
 
     Attributes:
-        model: the class of the model.
-        patchers: the patchers in force, the innermost first, and how each came into force.
-        replaced: (path, original class, replacement) of each replaced module.
-        fused: (path, original class, fused class) of each fused module.
-        refused: (path, reason) of each module that a fusion left alone.
-        functions: (function, what is called in its place, the classes that call it) of each replaced function.
-        rules: (key of a mapping, the classes or functions that it matched).
-        conversions_dropped: the stock conversions that were left out, and the filter.
         conversions_added: the conversions that came in front.
         conversions_fired: (conversion, how many parameters it made or renamed) of those that did something.
-        new_weights: parameters that were not in the checkpoint and that the patcher declares as new.
-        dropped_weights: checkpoint tensors that nobody took and that the patcher declares as dropped.
         unchecked: the added conversions that took several tensors each, in an order that only `verify` can judge.
         seconds: construction, reading, total.
-        warnings: what `strict=False` said.
-        tree: the modules of the model, alike layers folded, with what became of each; None where nothing is patched.
     """
 
-    model: str
-    patchers: tuple[tuple[str, str], ...] = ()
-    replaced: tuple[tuple[str, str, str], ...] = ()
-    fused: tuple[tuple[str, str, str], ...] = ()
-    refused: tuple[tuple[str, str], ...] = ()
-    functions: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
-    rules: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    conversions_dropped: tuple[tuple[str, str], ...] = ()
     conversions_added: tuple[str, ...] = ()
     conversions_fired: tuple[tuple[str, int], ...] = ()
-    new_weights: tuple[str, ...] = ()
-    dropped_weights: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
     seconds: tuple[tuple[str, float], ...] = ()
-    warnings: tuple[str, ...] = ()
-    tree: ModuleNode | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """All of it in dicts, lists, texts and numbers, for JSON."""
@@ -77,7 +45,7 @@ class Report(Shown):
         used = [("added", text, f"{fired[text]} parameters" if text in fired else "-") for text in added]
         kept = [item for item in fired.items() if item[0] not in added]
         used += [("kept", text, f"{count} parameters" if count else "used") for text, count in kept]
-        yield from patched_parts(self, "effect", used)
+        yield from self._patched_parts("effect", used)
         # By names and shapes sources of one shape may as well be swapped.
         order = ("the order in which these conversions join tensors", "patcher.verify(model, patcher)")
         yield Table("Not seen by a load", ("what", "seen by"), [order] if self.unchecked else [])
@@ -85,7 +53,7 @@ class Report(Shown):
     def _headline(self) -> str:
         if not self.patchers:
             return f"{self.model}: not patched"
-        text = f"{self.model}: {counted(self)} replaced"
+        text = f"{self.model}: {self._counted('replaced')}"
         seconds = dict(self.seconds)
         if "total" in seconds:
             steps = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items() if name != "total")
@@ -135,6 +103,9 @@ def _report(model: nn.Module, record: PatchRecord) -> Report:
     fired = [*made.items(), *((describe(each), 0) for each in kept)]
     layouts = Counter(str(layout) for module in record.modules for layout in module.layouts)
     fired += layouts.items() if record.read else ()
+    weights = [*converted_by_layouts(record), *converted_in_load(record)]
+    weights += [Weights("new", (), (name,)) for name in record.new_weights]
+    weights += [Weights("dropped", (key,)) for key in record.dropped_weights]
     fields: dict[str, Any] = {
         "model": type(model).__name__,
         "replaced": rows_of_classes(record.replaced),
@@ -143,11 +114,8 @@ def _report(model: nn.Module, record: PatchRecord) -> Report:
         "functions": record.functions,
         "rules": record.rules,
     }
-    weights = [*converted_by_layouts(record), *converted_in_load(record)]
-    weights += [Weights("new", (), (name,)) for name in record.new_weights]
-    weights += [Weights("dropped", (key,)) for key in record.dropped_weights]
     return Report(
-        **fields,
+        **of_modules(model, weights, fields),
         patchers=tuple((repr(entry.patcher), entry.origin) for entry in record.in_force),
         conversions_dropped=tuple((describe(transform), text) for transform, text in record.dropped),
         conversions_added=tuple(describe(transform) for transform in [*record.added, *record.fusion_transforms])
@@ -162,5 +130,4 @@ def _report(model: nn.Module, record: PatchRecord) -> Report:
         ),
         seconds=tuple(record.seconds.items()),
         warnings=record.warnings,
-        tree=tree_of(model, fields, weights),
     )

@@ -32,8 +32,15 @@ _installed = False
 def install() -> None:
     """Teach `from_pretrained` and `from_config` the argument `patcher=`. Done once; using any public name does it.
 
+    >>> import inspect
     >>> import patcher
+    >>> from transformers import LlamaForCausalLM
     >>> patcher.install()
+    >>> inspect.signature(LlamaForCausalLM.from_pretrained).parameters["patcher"]
+    <Parameter "patcher: patcher.spec.patcher.Patcher | None = None">
+
+    Type checkers accept it, and a value of another type as well: transformers declares these methods with `**kwargs`.
+    What isn't a patcher is refused when they are called.
 
     Raises:
         PatcherError: this release of transformers lacks a seam that the hook relies on.

@@ -10,10 +10,11 @@ from torch import nn
 from patcher.compat.seams import Stock, seam, seams_in
 from patcher.errors import InvalidPatcherError
 from patcher.loading.integration import Integration, register
+from patcher.spec.patcher import Patcher
 
 
 @seam("transformers.pipelines:pipeline", "model", "model_kwargs", follow=True)
-def pipeline(stock: Stock, *args: Any, patcher: Any = None, **kwargs: Any) -> Any:
+def pipeline(stock: Stock, *args: Any, patcher: Patcher | None = None, **kwargs: Any) -> Any:
     """Give the load of the model the patcher.
 
     Raises:
@@ -35,9 +36,9 @@ def pipeline(stock: Stock, *args: Any, patcher: Any = None, **kwargs: Any) -> An
 
 
 @seam("transformers.pipelines:Pipeline.__init__", "model")
-def make_pipeline(stock: Stock, self: Any, *args: Any, patcher: Any = None, **kwargs: Any) -> None:
+def make_pipeline(stock: Stock, self: Any, *args: Any, **kwargs: Any) -> None:
     """Refuse a patcher for a model that is loaded."""
-    if patcher is not None:
+    if kwargs.pop("patcher", None) is not None:
         raise _too_late()
     stock(self, *args, **kwargs)
 

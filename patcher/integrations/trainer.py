@@ -108,7 +108,7 @@ def _check_parameters(model: nn.Module, checkpoint: Path) -> None:
     lists = [", ".join(found[:4] + ["..."] * (len(found) > 4)) for found in map(compress, differing)]
     made = next((f" ({here[name]})" for name in differing[1] if here.get(name)), "")
     raise PatchedWeightsError(
-        f"The state of the optimizer in {checkpoint} goes by position, and is that of other parameters.\n"
+        f"The state of the optimizer in {checkpoint} is stored by position, and belongs to other parameters.\n"
         f"  there: {lists[0]}\n  here: {lists[1]}{made}\n"
         "Load the model with the patcher of that run, without one if it had none. Or begin with a new "
         f'optimizer: load the weights with from_pretrained("{checkpoint}", patcher=...), and call train() without '

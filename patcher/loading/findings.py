@@ -98,7 +98,7 @@ def _error(entry: InForce, outcome: Outcome, model_name: str) -> UnmatchedPatchE
         (f" in {model_name}" if model_name else ""),
     )
     return UnmatchedPatchError(
-        f"The patcher{name} asks for what it can't do{where}:\n"
+        f"These parts of the patcher{name} have no effect{where}:\n"
         + "".join(f"  {problem}\n" for problem in problems)
         + "Correct it or take it out; with strict=False this is a warning."
     )
@@ -194,7 +194,7 @@ def _no_module(where: str, pattern: str, places: Places) -> str:
 def _not_fused(fusion: str | Fusion, pattern: str, refused: Mapping[str, str], places: Places) -> str:
     named = {path for path, _ in places if matches_path(pattern, path)}
     if not named and pattern != "**":
-        return _no_module(f"fusions: {fusion!r} is asked for at", pattern, places)
+        return _no_module(f"fusions: {fusion!r} is requested at", pattern, places)
     reasons: dict[str, list[str]] = {}
     for path in named & refused.keys():
         reasons.setdefault(refused[path], []).append(path)
@@ -271,9 +271,15 @@ def _idle(where: str, transform: WeightTransform, keys: Iterable[str], parameter
     made = folded({name for name, pattern in map(renaming.rename_source_key, keys) if pattern is not None})
     if not made:
         return idle_source(where, transform, source_patterns(transform)[0], keys, of_several=False)
+    known = folded(parameters)
+    if where.endswith(".conversion_mapping") and made[0] in known:
+        return (
+            f"{where}: {describe(transform)} took no tensor: names in the conversion_mapping of a class begin inside "
+            "of the module that it replaces, without the name of that module"
+        )
     return (
         f"{where}: {describe(transform)} makes {', '.join(map(cut, made[:3]))}, which the model doesn't have; "
-        f"{suggest(made[0], folded(parameters), 'parameters')}"
+        f"{suggest(made[0], known, 'parameters')}"
     )
 
 

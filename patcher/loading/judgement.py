@@ -36,7 +36,7 @@ def judge(
 
     Args:
         info: what transformers knows of the load, or would know.
-        stock_routing: gives what the unpatched load would do with the checkpoint.
+        stock_routing: gives what the stock load would do with the checkpoint.
 
     Raises:
         UnmatchedPatchError: a filter or a conversion had no effect.
@@ -75,7 +75,7 @@ def joined_wrong(routing: Routing, stock: Routing, new: Sequence[str]) -> Patche
     """The error for what conversions of patchers join of parts that are missing, or that don't fit one by one.
 
     Args:
-        stock: what the unpatched model makes of the checkpoint: the parts may add up to the shape of the whole.
+        stock: what the stock model makes of the checkpoint: the parts may add up to the shape of the whole.
         new: names what is declared new.
     """
     made_of = [parts for name, parts in routing.made_of.items() if not any(search(each, name) for each in new)]
@@ -104,8 +104,11 @@ class _Weights:
         self.model = model = selected.model
         self.patchers = [entry.patcher for entry in selected.in_force if not entry.is_registry]
         self.missing = set(info.missing_keys)
+        #: parameter -> the conversion of a patcher that makes it
+        self.made_by = {name: route.text for route in routing.routes if route.by for name in route.parameters}
         self.mismatched = {
-            name: f"found {tuple(found)}, expected {tuple(shape)}" for name, found, shape in info.mismatched_keys
+            name: f"{self._maker(name)} {tuple(found)}, the model has {tuple(shape)}"
+            for name, found, shape in info.mismatched_keys
         }
         self._replaced = tuple(inside(item.path) for item in selected.record.modules if item.chosen)
         # Conversions, and filters, have no bounds but their patterns: they may take what another module needs.
@@ -118,6 +121,9 @@ class _Weights:
         self.new, self.dropped = self._declared(absent, "new_weights"), self._declared(left_over, "dropped_weights")
         self.absent, self.left_over = absent.difference(self.new), left_over.difference(self.dropped)
 
+    def _maker(self, name: str) -> str:
+        return f"{self.made_by[name]} makes" if name in self.made_by else "the checkpoint has"
+
     def _is_under_replaced(self, key: str) -> bool:
         # A checkpoint may have the prefix of the base model where the model's names have none, or the other way round.
         prefix = inside(self.model.base_model_prefix)
@@ -128,7 +134,7 @@ class _Weights:
         return ordered(key for key in keys if any(search(text, key) for text in expressions))
 
     def error(self, stock_routing: Callable[[], Routing]) -> PatchedWeightsError | None:
-        """The error for them: what the unpatched load would miss or ignore as well doesn't count."""
+        """The error for them: what the stock load would miss or ignore as well doesn't count."""
         if torn := self._torn():
             return torn
         if self.absent or self.left_over:
@@ -183,15 +189,19 @@ class _Weights:
         if not absent and not self.left_over:
             return "\n".join(lines)
         lines.append("The replaced modules and the checkpoint don't fit together.")
-        if absent:
+        misfits = absent & self.mismatched.keys()
+        if absent - misfits:
             lines.append("Not in the checkpoint, so these would keep what __init__ gave them:")
-            lines += self._listed(absent)
+            lines += self._listed(absent - misfits)
+        if misfits:
+            lines.append("Not of the shape that the model has:")
+            lines += self._listed(misfits)
         if self.left_over:
             lines.append("In the checkpoint, and unused:")
             lines += self._listed(self.left_over)
         lines += self._idle_sources()
         suggested = missing_conversions(
-            {name: tuple(own[name].shape) for name in own if name in absent and name not in self.mismatched},
+            {name: tuple(own[name].shape) for name in own if name in absent - misfits},
             {key: shape_of(self.checkpoint[key]) for key in self.checkpoint if key in self.left_over},
             self.checkpoint.keys() - self.left_over,
         )
@@ -203,24 +213,33 @@ class _Weights:
             lines.append(f"  extra_weight_conversions=[{', '.join(suggested)}]")
             lines.append("Names and shapes can't tell whether they are in this order: patcher.verify does.")
             lines.append("To declare them new would leave them as __init__ makes them, as a rule random.")
-        if turned := transposing(self.info.mismatched_keys):
+        turned = transposing(each for each in self.info.mismatched_keys if each[0] not in self.made_by)
+        if turned:
             lines.append("The checkpoint has some transposed. Convert them (from transformers.core_model_loading):")
             lines.append(f"  extra_weight_conversions=[{', '.join(turned)}]")
-        additions = [f"new_weights={expressions_for(absent, own)}"] if absent else []
-        additions += [f"dropped_weights={expressions_for(self.left_over, ())}"] if self.left_over else []
-        lines.append(f"If that is meant, add to the Patcher: {', '.join(additions)}")
-        if absent & self.mismatched.keys():
-            lines.append("Where shapes differ, load with ignore_mismatched_sizes=True as well, or give it that shape.")
-        if not suggested and not turned:
+        if misfits & self.made_by.keys():
+            lines.append("Correct the conversion, or give the parameter the shape that the conversion makes.")
+        elif not suggested and not turned:
             lines.append(
-                "If not, a conversion is missing: "
+                "If a conversion is missing, add it: "
                 "extra_weight_conversions=[WeightConverter([...], [...], operations=[...])]."
             )
+        declared = {
+            "new": f"new_weights={expressions_for(absent, own)}" if absent else "",
+            "unused": f"dropped_weights={expressions_for(self.left_over, ())}" if self.left_over else "",
+        }
+        kinds, additions = " or ".join(filter(declared.get, declared)), ", ".join(filter(None, declared.values()))
+        lines.append(f"If they are meant to be {kinds}, add to the Patcher: {additions}")
+        if misfits:
+            lines.append("Where shapes differ, load with ignore_mismatched_sizes=True as well.")
         return "\n".join(lines)
 
     def _listed(self, keys: set[str]) -> list[str]:
-        misshapen = ordered(keys & self.mismatched.keys())[:5]
-        return [f"  {key}" for key in folded(keys)] + [f"  ({key}: {self.mismatched[key]})" for key in misshapen]
+        """The names with what is said of their shapes; layers of which the same is said are folded."""
+        by_text: dict[str, list[str]] = {}
+        for key in ordered(keys):
+            by_text.setdefault(f": {self.mismatched[key]}" if key in self.mismatched else "", []).append(key)
+        return [f"  {name}{text}" for text, names in by_text.items() for name in folded(names)]
 
     def _idle_sources(self) -> list[str]:
         """What is said of source patterns that took nothing while others of the same conversion did."""

@@ -84,7 +84,7 @@ def check_variant(variant: str | None, *, in_layout: bool) -> None:
     """
     if in_layout and variant is not None:
         raise InvalidPatcherError(
-            f"variant={variant!r} was asked for together with save_original_format=False: weights in a runtime layout "
+            f"variant={variant!r} was requested together with save_original_format=False: weights in a runtime layout "
             f"are written as the variant {VARIANT!r}, by which a load finds them, and as no other. Leave variant out, "
             "or save in the original format (the default)."
         )

@@ -97,7 +97,7 @@ def request(
     """What a load is to do.
 
     Raises:
-        InvalidPatcherError: `patcher` is no Patcher, or comes with what its conversions are not known to survive.
+        InvalidPatcherError: `patcher` isn't a Patcher, or comes with what its conversions are not known to survive.
         PresetDriftError: the code that a patcher is pinned to has changed.
     """
     in_force, own = in_force_for(patcher)

@@ -32,6 +32,7 @@ from patcher.expressions import search
 from patcher.layouts.pieces import Piece
 from patcher.layouts.sharded import split_like, whole
 from patcher.loading.findings import ordered
+from patcher.loading.judgement import expressions_for
 from patcher.loading.load import Loaded, Request
 from patcher.loading.record import record_of
 from patcher.loading.saving import SavePlan, plan_original_format
@@ -155,7 +156,7 @@ def _patcher_of(model: nn.Module) -> Patcher:
 
 
 def new_weights(model: PreTrainedModel, plan: SavePlan | None = None) -> dict[str, str]:
-    """Name in the checkpoint -> parameter, of what patchers declare as new and the unpatched model doesn't have.
+    """Name in the checkpoint -> parameter, of what patchers declare as new and the stock model doesn't have.
 
     Args:
         plan: how the model is saved in the original format, if that is known.
@@ -238,7 +239,7 @@ def check_new_weights(load: Request, unexpected: Iterable[str]) -> Request:
                 "The checkpoint has weights that a patcher has added, and this load has no place for them:",
                 *(f"  {key}" for key in compress(ordered(lost))),
                 f"They are of {of}. Load the model with that patcher, from_pretrained(..., patcher=patcher); or leave "
-                f"them out: patcher=Patcher(dropped_weights={sorted({key.rpartition('.')[2] for key in lost})!r}).",
+                f"them out: patcher=Patcher(dropped_weights={expressions_for({*lost}, ())!r}).",
             )
         )
         if load.strict or not load.in_force:

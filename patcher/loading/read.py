@@ -85,8 +85,8 @@ def read(
     if dry_run is None and (problem := routing.problem or routing.failure):
         raise problem
     is_told = not is_prequantized(quantizer) and not routing.errors
-    unpatched = cache(partial(stock_routing, selected, checkpoint))
-    judged = partial(judge, selected, routing, checkpoint, stock_routing=unpatched)
+    of_stock = cache(partial(stock_routing, selected, checkpoint))
+    judged = partial(judge, selected, routing, checkpoint, stock_routing=of_stock)
     loaded = judged(expected) if is_told or dry_run is not None else None
     if dry_run is not None and loaded is not None:
         _settle(loaded)
@@ -105,7 +105,7 @@ def read(
 
 
 def stock_routing(selected: Selected, checkpoint: Mapping[str, Any]) -> Routing:
-    """What the unpatched model would make of a checkpoint."""
+    """What the stock model would make of a checkpoint."""
     stock = skeleton(selected.record.model_class, selected.model.config)
     conversions = stock_conversions(stock, dict(selected.key_mapping) if selected.key_mapping else None)
     return route(stock, checkpoint, Conversions(conversions), unknown=unknown_keys(selected))

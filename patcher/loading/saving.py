@@ -74,7 +74,7 @@ class SavePlan:
         return quantizer is not None and not is_prequantized(quantizer)
 
     def saved_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The state dict as the unpatched model would save it.
+        """The state dict as the stock model would save it.
 
         Raises:
             PatchedWeightsError: something in it can't be restored.
@@ -197,7 +197,7 @@ class SavePlan:
 
 
 def saved_state_dict(model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The state dict of a model as the unpatched model would save it.
+    """The state dict of a model as the stock model would save it.
 
     Raises:
         PatchedWeightsError: something in it can't be restored.
@@ -234,7 +234,7 @@ def plan_saving(
 
 
 def plan_original_format(model: PreTrainedModel) -> SavePlan:
-    """How a model, patched or not, is saved as the unpatched one would be."""
+    """How a model, patched or not, is saved as the stock one would be."""
     record, carrying = record_of(model), tuple(carriers_in(model))
     is_converted = any(each.carried.converted for each in carrying)
     model_class = type(model) if record is None else record.model_class

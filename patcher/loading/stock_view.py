@@ -169,8 +169,8 @@ def from_scratch(
         selected = replace(selected, added=())
     if not selected.added and len(selected.kept) == len(conversions):
         return (), selected.kept
-    unpatched = stock() if stock is not None else skeleton(record.model_class, model.config)
-    checkpoint = stock_revert(unpatched, dict(unpatched.state_dict()))
+    stock_model = stock() if stock is not None else skeleton(record.model_class, model.config)
+    checkpoint = stock_revert(stock_model, dict(stock_model.state_dict()))
     routing = route(
         model, checkpoint, Conversions(selected.kept, selected.added, replaced=record.paths_of_replacements)
     )

@@ -211,7 +211,7 @@ class _Checkpoint:
         rank, size = (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
         if only_on is not None and only_on not in range(size):
             raise InvalidPatcherError(
-                f"only_on={only_on!r} is none of the {size} processes, so nobody would be given the weights. Write "
+                f"only_on={only_on!r} isn't one of the {size} processes, so no process would get the weights. Write "
                 "the rank of one, only_on=0, or leave it out."
             )
         is_given = only_on in (None, rank)

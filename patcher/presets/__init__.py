@@ -54,12 +54,12 @@ __all__ = sorted(_PRESETS)
 
 def __getattr__(name: str) -> Patcher:
     if name not in _PRESETS:
-        raise errors.no_such_name("presets", name, __dir__(), "dir(presets)")
+        raise errors.no_such_name(__name__, name, __dir__(), "dir(patcher.presets)")
     from patcher.presets.preset import Preset
 
     home, model = _family(name)
     # When it is asked for: a preset may need a package that isn't installed, and the list of names needs none.
-    return Preset(**home.arguments(model), name=name, transformers=">=5.17,<5.24")
+    return Preset(**home.arguments(model), name=name, transformers=">=5.17,<5.25")
 
 
 def _family(name: str) -> tuple[Any, str]:
@@ -111,7 +111,7 @@ def best(config_or_id: str | PretrainedConfig, **options: Any) -> Patcher:
     """
     found = for_model(config_or_id, **options)
     if not found:
-        raise InvalidPatcherError(f"No preset fits: {found.reason}")
+        raise InvalidPatcherError(found.reason)
     return found[0]
 
 
@@ -150,7 +150,7 @@ def for_model(config_or_id: str | PretrainedConfig, **options: Any) -> Fitting:
     model_type = config_or_id.model_type
     names = [f"{_PARTS.get(model_type, model_type).upper()}_{what}" for what, _ in _FAMILIES.values()]
     found = [__getattr__(name) for name in filter(_PRESETS.__contains__, names)]
-    reason = "LIGER replaces nothing in it."
+    reason = "The preset LIGER replaces nothing in it."
     try:
         kernels = __getattr__("LIGER")
         found += [kernels] * _family("LIGER")[0].fits(config_or_id)
@@ -160,7 +160,8 @@ def for_model(config_or_id: str | PretrainedConfig, **options: Any) -> Fitting:
     if not found:
         known = sorted({model.lower() for _, models in _FAMILIES.values() for model in models.split()})
         fitting.reason = (
-            f"no preset was verified on models of the type {model_type!r}, but on {', '.join(known)}; {reason} "
-            "Fusions need no preset: patcher.plan(model, Patcher(fusions=['qkv'])) says whether one applies."
+            f"No preset was verified on models of the type {model_type!r}; there are presets for {', '.join(known)}. "
+            "Fusions need no preset: patcher.plan(model, Patcher(fusions=['qkv'])), or the command "
+            f"`patcher plan MODEL --fusion qkv`, says whether one applies. {reason}"
         )
     return fitting

@@ -28,6 +28,7 @@ _MODELS: dict[str, tuple[str, str, dict[str, str | list[str]], str]] = {
                 "290a3eb55f5817aa",
                 "db420722cda9be13",
                 "6b7ce4d8fd723bbc",
+                "77338795fa4a57f7",
             ],
         },
         "Its convolution that merges patches is a linear layer too. Measured for 1024 patches of Qwen2-VL's size.",

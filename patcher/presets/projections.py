@@ -16,13 +16,13 @@ from typing import Any
 _MODELS: dict[str, tuple[str, dict[str, str | list[str]], str]] = {
     "BERT": (
         "BERT",
-        {"BertSelfAttention": ["762e60062dbe1a75", "3e1e0b510c75801a"]},
+        {"BertSelfAttention": ["762e60062dbe1a75", "3e1e0b510c75801a", "44c62aebeb3aa4b6"]},
         "Cross attention, where keys and values have another input, is left alone.",
     ),
     "GEMMA3": (
         "Gemma 3",
         {
-            "Gemma3Attention": "b58db9078fb3f8ed",
+            "Gemma3Attention": ["b58db9078fb3f8ed", "725f12610f12fdd0"],
             "Gemma3MLP": "923411af8433b1dd",
             "SiglipAttention": "1cc0a052bef4f401",
         },
@@ -30,19 +30,23 @@ _MODELS: dict[str, tuple[str, dict[str, str | list[str]], str]] = {
     ),
     "LLAMA": (
         "Llama",
-        {"LlamaAttention": "bb79e6fd486f0b0d", "LlamaMLP": "eafbe94b23d9df2e"},
+        {"LlamaAttention": ["bb79e6fd486f0b0d", "25072e8c8a0135c8"], "LlamaMLP": "eafbe94b23d9df2e"},
         "Measured on SmolLM2: a step of decoding in bfloat16 on two CPU cores takes 0.95 of stock's time.",
     ),
-    "MISTRAL": ("Mistral", {"MistralAttention": "89fa5ad4e8a016a9", "MistralMLP": "c73b8ed157b7f657"}, ""),
-    "PHI": ("Phi", {"PhiAttention": "30bf7c02afa71944"}, "Its MLP has no gate."),
+    "MISTRAL": (
+        "Mistral",
+        {"MistralAttention": ["89fa5ad4e8a016a9", "9b49914a053e4460"], "MistralMLP": "c73b8ed157b7f657"},
+        "",
+    ),
+    "PHI": ("Phi", {"PhiAttention": ["30bf7c02afa71944", "1d8efac07675dd47"]}, "Its MLP has no gate."),
     "QWEN2": (
         "Qwen2",
-        {"Qwen2Attention": "c9fc901edd3b17aa", "Qwen2MLP": "62984afaf175f993"},
+        {"Qwen2Attention": ["c9fc901edd3b17aa", "830814518469bc67"], "Qwen2MLP": "62984afaf175f993"},
         "Queries, keys and values have biases, which are joined as well.",
     ),
     "QWEN3": (
         "Qwen3",
-        {"Qwen3Attention": "c3ab2496711571bb", "Qwen3MLP": "b5887e774e35e3ce"},
+        {"Qwen3Attention": ["c3ab2496711571bb", "6545b649362f857e"], "Qwen3MLP": "b5887e774e35e3ce"},
         "The norms of queries and keys come after the split.",
     ),
 }

@@ -1,4 +1,4 @@
-"""Fusions at work: while a model is built, what its resolution says is fused where it stands, or built again."""
+"""Fusions at work: while a model is built, what its resolution says is fused in place, or built again."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def resolve_standing(
     model: PreTrainedModel,
     functions: Functions = NO_FUNCTIONS,
 ) -> Resolution:
-    """What several patchers do to a model that stands on the meta device, with what their mappings put into it."""
+    """What several patchers do to a model on the meta device, with what their mappings put into it."""
     modules = dict(named_modules(model))
     #: those of parts that were loaded by themselves, or of a model that is resolved again
     already = {path: carried for path, module in modules.items() if (carried := fused_weights(module)) is not None}

@@ -104,7 +104,7 @@ def check_pins(patcher: Patcher, model_class: type[nn.Module] | None = None) -> 
 
 
 def check_built(patcher: Patcher, classes: Iterable[type], home: str, *, all_there: bool) -> None:
-    """Raise if the code of a model that stands isn't what the patcher is pinned to, its sub-models' included.
+    """Raise if the code of a constructed model isn't what the patcher is pinned to, its sub-models' included.
 
     Args:
         patcher: with pins or without.

@@ -17,7 +17,7 @@ PREFIX = "like:"
 
 
 class Like(str):
-    """A key of `class_mapping` or `function_mapping`; made by `patcher.like`. As data it is the text that it is."""
+    """A key of `class_mapping` or `function_mapping`; made by `patcher.like`. As data it is its text."""
 
     __slots__ = ()
 

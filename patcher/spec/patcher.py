@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FunctionType, MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from packaging.specifiers import SpecifierSet
 from torch import nn
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from patcher.resolution.resolution import Resolution
 
 Init = TypeVar("Init", bound=Callable[..., None])
+Model = TypeVar("Model", bound="PreTrainedModel")
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -283,7 +284,7 @@ class Patcher:
         >>> Patcher(fusions="qkv", strict=False).to_dict()
         {'schema': 1, 'fusions': ['qkv'], 'strict': False}
 
-        Classes and functions are said as `module:qualname`. `Patcher.from_dict(p.to_dict(), allowed=...) == p`.
+        Classes and functions are written as `module:qualname`. `Patcher.from_dict(p.to_dict(), allowed=...) == p`.
 
         Raises:
             InvalidPatcherError: something of it has no name: a class that can't be imported, a fusion of your own, or
@@ -385,7 +386,7 @@ class Patcher:
         install()
         return applied(self)
 
-    def apply(self, model: PreTrainedModel) -> PreTrainedModel:
+    def apply(self, model: Model) -> Model:
         """A copy of a model in memory, patched by this patcher alone.
 
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -414,7 +415,7 @@ class Patcher:
         from patcher.loading.applying import apply
 
         install()
-        return apply(self, model)
+        return cast("Model", apply(self, model))  # of another class, where that of the model itself is replaced
 
     def resolve(self, model_class: type[PreTrainedModel], config: PretrainedConfig) -> Resolution:
         """What this patcher does to a model, module by module, without building it for real.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -124,11 +125,18 @@ def _class_instead(value: Any) -> str:
         return f"write the class itself, {type(value).__name__}, not an object"
     if isinstance(value, str):
         return "write the class itself, not its name"
+    if isinstance(value, partial) and isinstance(value.func, type):
+        cls = value.func.__name__
+        given = [f"{cls}.__init__", *map(repr, value.args)]
+        given += [f"{name}={item!r}" for name, item in value.keywords.items()]
+        return (
+            "give a class whose __init__ has these arguments: "
+            f"write class My{cls}({cls}): __init__ = functools.partialmethod({', '.join(given)})"
+        )
     if callable(value):
-        name = getattr(value, "__name__", "make")
         return (
             "a function can't take the place of a class: write a subclass of the class that it replaces or makes, and "
-            f"put what {name} does into its __init__ or its forward"
+            "put what the function does into its __init__ or its forward"
         )
     return "write the class itself, not an object"
 
@@ -187,7 +195,7 @@ def _listed(field: str, values: Any, what: str, *single: type) -> list[Any]:
     """Several values, or one of a type of which one may be given by itself."""
     if isinstance(values, single):
         return [values]
-    if not isinstance(values, Iterable) or isinstance(values, Mapping):
+    if not isinstance(values, Iterable) or isinstance(values, Mapping | str):
         raise InvalidPatcherError(
             f"{field} takes {what} or a list of them, found {values!r} ({type(values).__name__})."
         )
@@ -217,6 +225,8 @@ def transforms(field: str, values: WeightTransform | Iterable[WeightTransform]) 
 
 
 def fusions(field: str, values: str | Fusion | Iterable[str | Fusion]) -> tuple[str | Fusion, ...]:
+    if isinstance(values, Mapping):
+        raise InvalidPatcherError(f"{field} takes no mapping, found {values!r}; write {_meant(values)}.")
     return tuple(dict.fromkeys(map(shortest, _listed(field, values, "a fusion", str, Fusion, type))))
 
 

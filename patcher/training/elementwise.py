@@ -31,7 +31,7 @@ ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
 #: Of others, by their names: why not.
 REASONS = {
     "Adafactor": "keeps averages of the rows and columns of a whole matrix, and scales a step by all of it",
-    "LBFGS": "goes by the history of all parameters at once",
+    "LBFGS": "depends on the history of all parameters at once",
     "Muon": "makes the step of a whole matrix orthogonal",
     "Optimizer8bit": "may keep its state quantized, in blocks that go across parts",
     "SparseAdam": "steps only where a gradient has entries",

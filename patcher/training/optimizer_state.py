@@ -146,8 +146,8 @@ def _checked(model: nn.Module, optimizer: optim.Optimizer) -> tuple[optim.Optimi
         name for name in (*own, *(name for layout in made for name in layout.stock)) if name in names.unexplained
     ]:
         raise InvalidPatcherError(
-            f"{listed(unknown)} of the model stand for {listed(names.unexplained[unknown[0]])} of transformers, and "
-            f"no conversion of the patcher tells how. {_SAME}."
+            f"{listed(unknown)} of the model correspond to {listed(names.unexplained[unknown[0]])} of transformers, "
+            f"and no conversion of the patcher tells how. {_SAME}."
         )
     # One parameter in the same shape is only renamed, whatever its optimizer does.
     changed = [layout for layout in made if not (type(layout) is Rows and len(layout.stock) == 1)]

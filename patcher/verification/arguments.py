@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from patcher.verification.numerics import differences
 from patcher.verification.passes import OnStock, Pass, Reference, parameters_of
 
 #: Compared otherwise: caches in steps and chunks, masks as padding.
-_LEFT_OUT = {"past_key_values", "cache_params", "encoder_outputs", "input_ids", "args"}
+_LEFT_OUT = {"cache", "past_key_values", "cache_params", "encoder_outputs", "input_ids", "args"}
 #: What some kernels of attention are told, and other ways to compute attention don't take.
 _OF_KERNELS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "is_causal", "seq_idx"}
 #: Said by position in the row of losses, so not tried again beside labels.
@@ -70,6 +71,14 @@ def _differ(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], output
     return differences(one, other).absolute > 0
 
 
+def recording(stock: nn.Module, base: Pass) -> Iterator[Pass]:
+    """A run with each argument that asks for something to be recorded, then with all of them."""
+    names = [name for name, kind in _names(stock) if name.startswith("output_") and "bool" in kind]
+    for some in [*([name] for name in names), names] if len(names) > 1 else [names]:
+        title = f"{base.name} with {', '.join(some)}"
+        yield replace(base, arguments=base.arguments | dict.fromkeys(some, True), title=title)
+
+
 def _names(stock: nn.Module, left_out: Container[str] = ()) -> list[tuple[str, str]]:
     """The arguments by name, with the texts of their types; those of all models where `forward` takes any keyword."""
     found: dict[str, str] = {"return_dict": "bool"}
@@ -97,8 +106,12 @@ def _values(stock: Any, given: dict[str, Any], name: str, annotation: str) -> It
         yield Value("0.5", 0.5)
     if "Tensor" not in annotation and "_empty" not in annotation:
         return
-    if name in _BY_NAME:
-        yield from _BY_NAME[name](stock, ids) if ids is not None else ()
+    if name == "inputs_embeds" and ids is not None:
+        with suppress(Exception), torch.no_grad():
+            yield Value("those of other tokens", stock.get_input_embeddings()(ids.flip(-1)) * 1.5, ("input_ids",))
+    if name in _BY_NAME and ids is not None:
+        yield from (Value(text, value, more=name in _ALL) for text, value in _BY_NAME[name](ids).items())
+    if name in (*_BY_NAME, "inputs_embeds"):
         return
     # What a name doesn't tell: numbers of every usual shape and type. Stock refuses what it isn't.
     generator = torch.Generator().manual_seed(1)
@@ -112,51 +125,36 @@ def _values(stock: Any, given: dict[str, Any], name: str, annotation: str) -> It
             yield Value("numbers", torch.randn(size, generator=generator))
 
 
-def _positions(stock: Any, ids: torch.Tensor) -> Iterator[Value]:
+def _later_positions(ids: torch.Tensor) -> dict[str, torch.Tensor]:
     rows, length = ids.shape
-    plain = torch.arange(length).expand(rows, length)
-    half = length // 2
-    yield Value("those of two texts in one row", torch.cat([plain[:, :half], plain[:, : length - half]], 1), more=True)
-    yield Value("every third", plain * 3, more=True)
-    yield Value(
-        "another in each row", plain * torch.arange(1, rows + 1)[:, None] + torch.arange(rows)[:, None], more=True
-    )
-    yield Value("later ones", plain + 5, more=True)
+    plain, half = torch.arange(length).expand(rows, length), length // 2
+    return {
+        "those of two texts in one row": torch.cat([plain[:, :half], plain[:, : length - half]], 1),
+        "every third": plain * 3,
+        "another in each row": plain * torch.arange(1, rows + 1)[:, None] + torch.arange(rows)[:, None],
+        "later ones": plain + 5,
+    }
 
 
-def _labels(stock: Any, ids: torch.Tensor) -> Iterator[Value]:
+def _labels(ids: torch.Tensor) -> dict[str, torch.Tensor]:
     ignored = ids.clone()
     ignored[:, ids.shape[1] // 2] = -100  # not the first, which no causal model predicts
     classes = (torch.arange(ids.numel()).view_as(ids) % 2).long()
-    yield Value("the ids, of which some don't count", ignored)
-    yield Value("a class a token", classes)
-    yield Value("a class a row", classes[:, 0])
-    yield Value("a number a row", classes[:, 0].float())
+    return {
+        "the ids, of which some don't count": ignored,
+        "a class a token": classes,
+        "a class a row": classes[:, 0],
+        "a number a row": classes[:, 0].float(),
+    }
 
 
-def _embeddings(stock: Any, ids: torch.Tensor) -> Iterator[Value]:
-    with suppress(Exception), torch.no_grad():
-        yield Value("those of other tokens", stock.get_input_embeddings()(ids.flip(-1)) * 1.5, ("input_ids",))
-
-
-_BY_NAME: dict[str, Any] = {
-    "position_ids": _positions,
+#: What values mean by the name of the argument: made of the ids; and those of which all are tried.
+_BY_NAME: dict[str, Callable[[torch.Tensor], dict[str, torch.Tensor]]] = {
+    "position_ids": _later_positions,
     "labels": _labels,
-    "next_sentence_label": lambda stock, ids: [value for value in _labels(stock, ids) if value.value.dim() == 1],
-    "inputs_embeds": _embeddings,
-    "shift_labels": lambda stock, ids: [Value("the ids before", ids.roll(1, -1))],
-    "logits_to_keep": lambda stock, ids: [Value("two indices", torch.tensor([0, 2]), more=True)],
-    "num_items_in_batch": lambda stock, ids: [Value("a tensor", torch.tensor(7))],
+    "next_sentence_label": lambda ids: {text: value for text, value in _labels(ids).items() if value.dim() == 1},
+    "shift_labels": lambda ids: {"the ids before": ids.roll(1, -1)},
+    "logits_to_keep": lambda ids: {"two indices": torch.tensor([0, 2])},
+    "num_items_in_batch": lambda ids: {"a tensor": torch.tensor(7)},
 }
-
-
-def flags(stock: nn.Module) -> list[str]:
-    """The arguments that ask for something to be recorded."""
-    return [name for name, kind in _names(stock) if name.startswith("output_") and "bool" in kind]
-
-
-def asking_for(base: Pass, names: list[str]) -> Iterator[Pass]:
-    """A run with each of these flags, then with all of them."""
-    for some in [*([name] for name in names), names] if len(names) > 1 else [names]:
-        asked = dict.fromkeys(some, True)
-        yield Pass("forward", base.arguments | asked, base.path, f"{base.name} with {', '.join(some)}", base.counted)
+_ALL = ("position_ids", "logits_to_keep")

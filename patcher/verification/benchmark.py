@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import platform
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,11 +14,8 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PretrainedConfig
 from transformers.core_model_loading import WeightTransform
 
-from patcher.checkpoints.model_classes import config_of, model_class_of
-from patcher.construction.in_force import unpatched
 from patcher.display.parts import Bar, Cell, Chart, Notes, Part, Table, Tone
 from patcher.display.shown import Shown
 from patcher.errors import InvalidPatcherError
@@ -29,12 +25,12 @@ from patcher.spec.like import Like
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import MAPPINGS, not_a_patcher
 from patcher.verification.gains import LEAST, Gain, rounds_needed
-from patcher.verification.passes import seeded
-from patcher.verification.progress import progress as steps, quiet
-from patcher.verification.rounds import ALL, FEW, STOCK, Deadline, Rounds, candidates_of, joined, members_of, unique
-from patcher.verification.sides import Side
-from patcher.verification.verify import random_checkpoint
-from patcher.verification.works import device_of, parts_to_measure
+from patcher.verification.members import joined
+from patcher.verification.passes import device_of
+from patcher.verification.progress import under_way
+from patcher.verification.rounds import ALL, FEW, STOCK, Deadline, Rounds, candidates_of, measured_members, unique
+from patcher.verification.sides import side_of
+from patcher.verification.works import parts_to_measure
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,7 @@ class Benchmark(Shown):
         members that takes no more than a hundredth longer."""
         ratios = {each.patcher: each.gains[ALL].ratio for each in self.measured if each.pays}
         fastest = [each for each in ratios if ratios[each] <= min(ratios.values()) * (1 + LEAST)]
-        return min(fastest, key=lambda each: (len(members_of(each)), ratios[each]), default=None)
+        return min(fastest, key=lambda each: (len(measured_members(each)), ratios[each]), default=None)
 
     @property
     def python(self) -> str:
@@ -252,22 +248,10 @@ def benchmark(
     deadline = Deadline(seconds)
     if torch.cuda.is_available():
         options = {"device_map": "cuda"} | options
-    config = config_of(model, options)
-    cls = model_class_of(config, model_class, model, options)
-    with (
-        seeded(seed),
-        torch.inference_mode(False),
-        tempfile.TemporaryDirectory() as name,
-        steps("measuring", {"": 1.0}, progress) as step,
-        quiet(),
-    ):
-        folder, checkpoint = model, str(model)
-        if isinstance(model, PretrainedConfig):
-            step("a random checkpoint", 0.0)
-            folder = unpatched(lambda: random_checkpoint(cls, config, Path(name) / "random", seed))
-            checkpoint = "random weights"
-        run = Rounds(Side(cls, folder, options), Path(name), seed, deadline, step, parts, verify)
-        members = unique(member for each in patchers for member in members_of(each))
+    with under_way("measuring", seed, {"": 1.0}, progress) as (scratch, step):
+        side = side_of(model, options, scratch, seed, model_class)
+        run = Rounds(side, scratch, seed, deadline, step, parts, verify)
+        members = unique(member for each in patchers for member in measured_members(each))
         candidates = candidates_of(patchers, members)
         if verify:
             run.verify(patchers)
@@ -280,8 +264,8 @@ def benchmark(
             run.measure(unique([*patchers, *filter(None, [joined(faster), *faster[:1]])]), 1.0)
         stock = run.models.get(STOCK)
         return Benchmark(
-            model=cls.__name__ if stock is None else type(stock).__name__,
-            checkpoint=checkpoint,
+            model=side.class_name if stock is None else type(stock).__name__,
+            checkpoint=side.place,
             dtype=str(getattr(stock, "dtype", "")).removeprefix("torch."),
             machine=_machine(stock),
             versions={"Python": platform.python_version()}

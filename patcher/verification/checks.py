@@ -14,25 +14,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file
 
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import implementation
 from patcher.construction.in_force import unpatched
-from patcher.errors import InvalidPatcherError
 from patcher.loading.new_weights import new_weights
 from patcher.loading.record import record_of
-from patcher.patterns import compress, did_you_mean
+from patcher.loading.saving import saved_state_dict
+from patcher.patterns import compress
 from patcher.spec.patcher import Patcher
-from patcher.verification.arguments import asking_for, flags, reactions
-from patcher.verification.comparing import Comparison, Pair, Stage, UncheckedError, said
-from patcher.verification.generation import generation_stage
-from patcher.verification.inputs import NoInputsError, chosen_passes
+from patcher.verification.arguments import reactions, recording
+from patcher.verification.comparing import Comparison, Pair, Stage, UncheckedError, requested, said
+from patcher.verification.inputs import NoInputsError, chosen_passes, processed, processor_of
 from patcher.verification.layers import few_layers, on_few_layers
 from patcher.verification.modules import HALVES, eager_attention, precision_stage
 from patcher.verification.numerics import differences, noting_calls
-from patcher.verification.passes import OnStock, Pass, Reference, Row, tried
-from patcher.verification.processors import processed, processor_of
-from patcher.verification.saved import save_stage, weights_stage
+from patcher.verification.passes import OnStock, Pass, Reference, fitted, tried
 from patcher.verification.sides import Side, fit_threads
 from patcher.verification.texts import CHUNKS, FEW, LATER, STEPS, parts_of, text_passes, token_rows, windows_of
 from patcher.verification.training import gradient_stage, training_stage
@@ -44,6 +42,8 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, to
 FLOORS = 2.0
 #: A window that is longer is made this long for a stage of its own, so that short texts are past it.
 WINDOW = 16
+#: How many tokens are generated.
+NEW_TOKENS = 5
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Run:
     replaced: int = 0
     calling: int = 0
     floor: float | None = None
-    runs: dict[str, Pass | Row] = field(default_factory=dict)  # the inputs that stock runs, by name
+    runs: dict[str, Pass] = field(default_factory=dict)  # the inputs that stock runs, by name
     references: list[Reference] = field(default_factory=list)  # those of them that are run on further models
     chosen: list[str] = field(default_factory=list)  # those of them that reach what texts don't
     labelled: list[Pass] = field(default_factory=list)  # one that gives a loss, if there is any
@@ -85,9 +85,9 @@ class Run:
         self.compare_with(ours, stock)
         self.replaced = len(self.patched)
         self.calling = sum(unrebound(type(module)) is not type(module) for module in ours.modules())
-        figures: tuple[tuple[str, float], ...] = (("modules replaced", float(self.replaced)),)
-        figures += (("modules that call replaced functions", float(self.calling)),) if self.calling else ()
-        yield Stage("load", True, figures, seconds=time.perf_counter() - started)
+        figures = {"modules replaced": self.replaced, "modules that call replaced functions": self.calling}
+        counted = tuple((what, float(count)) for what, count in figures.items() if count)
+        yield Stage("load", True, counted, seconds=time.perf_counter() - started)
         wrong = False
         for name in self.names[1:]:
             self.step(name)
@@ -174,10 +174,12 @@ class Run:
 
     def _passes(self, *names: str) -> list[Pass]:
         """The passes of these names, else those that reach what others don't."""
-        passes = {name: run for name, run in self.runs.items() if isinstance(run, Pass)}
-        return [passes[name] for name in names if name in passes] or [one for one in passes.values() if not one.chunks]
+        passes = self.runs
+        return [passes[name] for name in names if name in passes] or [
+            one for one in passes.values() if not (one.chunks or one.calls)
+        ]
 
-    def _texts(self) -> list[Pass | Row]:
+    def _texts(self) -> list[Pass]:
         stock = self.pair.stock
         self.processor = processor_of(self.theirs.folder, self.theirs.options)
         return list(text_passes(stock, token_rows(stock, self.processor, self.seed)))
@@ -215,7 +217,7 @@ class Run:
         reached: set[str] = set()
         reached_in_stock: set[str] = set()
 
-        def noted(run: OnStock, runs: Sequence[Pass | Row]) -> list[Reference]:
+        def noted(run: OnStock, runs: Sequence[Pass]) -> list[Reference]:
             with noting_calls(stock, reached_in_stock):
                 return self._ran(run(runs))
 
@@ -244,7 +246,7 @@ class Run:
             compared.layers = self.pair.by_layer(run, self.tolerance, right=True)
         return compared.stage("outputs")
 
-    def _stock_against_stock(self, texts: Sequence[Pass | Row]) -> float | None:
+    def _stock_against_stock(self, texts: Sequence[Pass]) -> float | None:
         """Relative to the magnitude of the outputs, as tolerances are."""
         if "attn_implementation" in self.theirs.options or self.allowed is not None:
             return None
@@ -284,7 +286,7 @@ class Run:
                 # Loaded anew: some look at it once, when they are constructed or first run.
                 pair, prefix = self._pair(self.theirs, self.mine, attn_implementation="eager"), "eager attention, "
         bases = [base for base in self._passes("a short row", *self.chosen) if base.method == "forward"]
-        asked = [each for base in bases for each in asking_for(base, flags(pair.stock))]
+        asked = [each for base in bases for each in recording(pair.stock, base)]
         plain = self._passes("a short row", "a padded batch", CHUNKS, *self.chosen)
         runs = dict.fromkeys([*plain, *asked])
 
@@ -309,8 +311,26 @@ class Run:
         return precision_stage(self.pair, lambda half: load(dtype=half), self.by_class, passes, self.dtype)
 
     def generation(self) -> Stage:
+        """Both go on with the tokens that stock prefers: where two are equally likely, either is right."""
+        stock = self.pair.stock
         texts = [one for one in self._passes("a padded batch", "a short row") if "input_ids" in one.arguments]
-        return generation_stage(self.pair, texts[:1], self.tolerance)
+        if not texts or not stock.can_generate():
+            raise UncheckedError("the model generates nothing from text")
+        given = fitted({name: texts[0].arguments.get(name) for name in ("input_ids", "attention_mask")}, stock)
+        options: dict[str, Any] = {
+            "max_new_tokens": NEW_TOKENS,
+            "do_sample": False,
+            "eos_token_id": None,
+            "disable_compile": True,
+        }
+        try:
+            tokens = stock.generate(**given, **options).tolist()
+        except Exception as error:
+            raise UncheckedError(f"stock raises {said(error)}") from None
+        options |= {"prefix_allowed_tokens_fn": lambda row, ids: [tokens[row][len(ids)]]}
+        options |= {"output_logits": True, "return_dict_in_generate": True}
+        run = Pass("generate", given | options, title=f"{NEW_TOKENS} tokens after {texts[0].name}")
+        return self.pair.compare([Reference(run, run.results(stock))], self.tolerance).stage("generation")
 
     def gradients(self) -> Stage:
         passes = self._passes("a short row")[:1]
@@ -323,10 +343,33 @@ class Run:
         )
 
     def save(self) -> Stage:
-        return save_stage(self.pair, self.scratch)
+        """Byte for byte; only weights that the patcher declares as new may be in one and not in the other."""
+        stock, ours = self.scratch / "stock", self.scratch / "patched"
+        try:
+            self.pair.stock.save_pretrained(stock)
+        except Exception as error:
+            raise UncheckedError(f"stock can't be saved: {said(error)}") from None
+        self.pair.ours.save_pretrained(ours)
+        tensors = [
+            {key: tensor for path in folder.glob("*.safetensors") for key, tensor in load_file(path).items()}
+            for folder in (stock, ours)
+        ]
+        stage = self.pair.compare_weights("save", *tensors)
+        # But for the code that a class brings with it: `register_for_auto_class`.
+        names = [
+            ", ".join(sorted(path.name for path in folder.iterdir() if path.suffix != ".py"))
+            for folder in (stock, ours)
+        ]
+        if stage.passed and len(stage.figures) == 2 and names[0] != names[1]:
+            return replace(stage, passed=False, message=f"the files are {names[1]}, not {names[0]}")
+        return stage
 
     def weights(self) -> Stage:
-        return weights_stage(self.pair)
+        """The same of what either would save, without a file."""
+        models = (self.pair.stock, self.pair.ours)
+        if any(parameter.is_meta for model in models for parameter in model.parameters()):
+            raise UncheckedError("weights that are offloaded are compared as files only")
+        return self.pair.compare_weights("weights", *(saved_state_dict(each, each.state_dict()) for each in models))
 
     def reload(self) -> Stage:
         if not (self.scratch / "patched").exists():
@@ -397,11 +440,7 @@ def stages_of(names: Iterable[str] | None, quick: bool) -> tuple[str, ...]:
     """
     if names is None:
         return tuple(name for name, check in CHECKS.items() if (check.is_quick if quick else check.in_all))
-    requested = {"load", *([names] if isinstance(names, str) else names)}
-    for name in sorted(requested - CHECKS.keys()):
-        hint = did_you_mean(name, CHECKS, f"they are {', '.join(CHECKS)}.")
-        raise InvalidPatcherError(f"stages={name!r}: there is no such stage; {hint}")
-    return tuple(name for name in CHECKS if name in requested)
+    return requested("stage", ["load", *([names] if isinstance(names, str) else names)], CHECKS)
 
 
 def patched_modules(model: Any) -> tuple[set[str], list[str]]:

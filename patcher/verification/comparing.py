@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +11,13 @@ from typing import Any
 import torch
 
 from patcher.compat.modeling_code import unrebound
+from patcher.errors import InvalidPatcherError
+from patcher.expressions import search
+from patcher.loading.record import record_of
+from patcher.patterns import compress, did_you_mean
 from patcher.verification.layer_errors import LayerErrors, layer_errors
-from patcher.verification.numerics import Difference, call_gaps, differences, first_difference, noting_calls
-from patcher.verification.passes import Pass, Reference, Row
+from patcher.verification.numerics import Difference, differences, noting_calls
+from patcher.verification.passes import Pass, Reference
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,10 @@ class Stage:
     layers: LayerErrors | None = None
     seconds: float = field(default=0.0, compare=False)
 
+    def to_dict(self) -> dict[str, Any]:
+        """All of it for JSON."""
+        return {**vars(self), "figures": dict(self.figures)}
+
 
 class UncheckedError(Exception):
     """Why a stage could not be checked."""
@@ -48,6 +56,19 @@ class UncheckedError(Exception):
 def said(error: BaseException) -> str:
     """An error in one line of a report."""
     return f"{type(error).__name__}: {error}"
+
+
+def requested(what: str, names: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
+    """Those of the known names that are requested, in their order.
+
+    Raises:
+        InvalidPatcherError: one isn't known.
+    """
+    wanted = set(names)
+    for name in sorted(wanted.difference(known)):
+        hint = did_you_mean(name, known, f"they are {', '.join(known)}.")
+        raise InvalidPatcherError(f"{what}s={name!r}: there is no such {what}; {hint}")
+    return tuple(name for name in known if name in wanted)
 
 
 @dataclass
@@ -135,25 +156,44 @@ class Pair:
                     found.message = f"on {prefix}{run.name} {message}"
         return found
 
-    def by_layer(self, run: Pass | Row, tolerance: float, *, prefix: str = "", right: bool = False) -> LayerErrors:
+    def by_layer(self, run: Pass, tolerance: float, *, prefix: str = "", right: bool = False) -> LayerErrors:
         """How far each layer is from stock's.
 
         Args:
             right: the outputs are the same, so nothing begins.
         """
-        gaps = list(call_gaps(self.ours, self.stock, run.results))
-        begins = None if right else first_difference(gaps, tolerance)
-        return layer_errors(gaps, prefix + run.name, tolerance, begins)
+        return layer_errors(self.ours, self.stock, run.results, prefix + run.name, tolerance, right=right)
+
+    def compare_weights(
+        self, name: str, expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]
+    ) -> Stage:
+        """What both save, byte for byte."""
+        record = record_of(self.ours)
+        declared = [text for patcher in (record.patchers if record else ()) for text in patcher.new_weights]
+        new = {key for key in found.keys() - expected.keys() if any(search(text, key) for text in declared)}
+        differing = [key for key in expected.keys() & found.keys() if not _equal_bytes(expected[key], found[key])]
+        wrong = [f"{key} is missing" for key in compress(expected.keys() - found.keys())]
+        wrong += [f"{key} is not in the original" for key in compress(found.keys() - expected.keys() - new)]
+        wrong += [f"{key} differs" for key in compress(sorted(differing))]
+        figures = [("tensors", float(len(expected))), ("equal byte for byte", float(len(expected) - len(differing)))]
+        figures += [("new", float(len(new)))] if new else []
+        return Stage(name, not wrong, tuple(figures), message="; ".join(wrong))
 
     def blame(self, path: str | None) -> str:
         """Where it begins, in words."""
         if path is None:
             return "in no module that both have does it begin"
         mine, theirs = type(self.ours.get_submodule(path)), type(self.stock.get_submodule(path))
-        kind = mine.__qualname__ if mine is theirs else f"{mine.__qualname__} in place of {theirs.__qualname__}"
+        is_another = mine.__qualname__ != theirs.__qualname__  # a class of a generated file is called as that of stock
+        kind = f"{mine.__qualname__} in place of {theirs.__qualname__}" if is_another else mine.__qualname__
         if mine is not theirs and unrebound(mine) is theirs:
             kind = f"{mine.__qualname__}, which calls replaced functions"
         return f"it begins in {path or 'the model itself'} ({kind})"
+
+
+def _equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    same = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return same and torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
 def _agreement(mine: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -4,81 +4,41 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import math
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
-import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher.codegen.bridges.to_patcher import to_patcher
 from patcher.codegen.generation.generator import Generated, build
-from patcher.codegen.spec import PatchSpec
+from patcher.codegen.spec import Patch, PatchKind, PatchSpec
 from patcher.construction.in_force import unpatched
-from patcher.display.parts import Table
+from patcher.display.parts import Cell, Notes, Part, Table
 from patcher.display.shown import Shown
 from patcher.errors import CodegenError, UnmatchedPatchError, VerificationError
 from patcher.spec.patcher import Patcher
-from patcher.verification.checks import Run
-from patcher.verification.comparing import Stage, UncheckedError, said
+from patcher.verification.comparing import UncheckedError, said
 from patcher.verification.inputs import chosen_passes
-from patcher.verification.progress import progress, quiet
-from patcher.verification.ran_patches import RanPatches
-from patcher.verification.sides import Side
+from patcher.verification.progress import under_way
+from patcher.verification.sides import Side, random_checkpoint
 from patcher.verification.small_configs import small_config
-from patcher.verification.verify import global_state_kept, random_checkpoint
+from patcher.verification.verify import HEADS, Verification, compared
 
 #: What is compared of a file, on the quick inputs: beside stock all of it, beside the runtime patch what is computed.
-_STAGES = ("load", "outputs", "gradients", "save")
-_COUNTS = (("outputs", "inputs"), ("save", "tensors"))
+_STAGES = ("outputs", "gradients", "save")
 #: Which models of a module are tried first: those that hold the others.
 _ORDER = ("ForConditionalGeneration", "ForCausalLM", "LMHeadModel", "ForMaskedLM", "For", "")
-
-
-@dataclass(frozen=True)
-class VerifiedModel:
-    """One model of a generated file, beside stock and beside the runtime patch.
-
-    Attributes:
-        name: its class.
-        patched: whether the runtime patch changes it.
-        stages: what was compared with stock.
-        failures: what is wrong.
-    """
-
-    name: str
-    patched: bool
-    stages: tuple[Stage, ...]
-    failures: tuple[str, ...] = ()
-
-    def figures(self, stage: str) -> dict[str, float]:
-        """What a stage has measured."""
-        return next((dict(each.figures) for each in self.stages if each.name == stage and each.checked), {})
-
-    @property
-    def outputs(self) -> tuple[float, float]:
-        """The largest difference of its outputs from stock's: (absolute, relative)."""
-        found = self.figures("outputs")
-        return found.get("max abs", math.inf), found.get("max relative", math.inf)
-
-    @property
-    def gradients(self) -> tuple[float, float] | None:
-        """The same of its gradients, in the layout of the checkpoint; None where stock can't be trained."""
-        found = self.figures("gradients")
-        return (found["max abs"], found["max relative"]) if found else None
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it for JSON."""
-        stages = {stage.name: dict(stage.figures) for stage in self.stages}
-        return vars(self) | {"stages": stages, "outputs": self.outputs, "gradients": self.gradients}
+#: The file and the line of a function: code objects of the same text are equal wherever they are.
+_Place = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -88,25 +48,38 @@ class FileVerification(Shown):
     Attributes:
         source: the module that is patched.
         file: the name of the file.
-        models: what was run, in this order.
-        unrun: the patches that no model has run.
-        failures: what is wrong.
+        models: the models of the file that were run, each beside stock.
+        exact: those that the runtime patch changes, beside stock under it: the same to the bit.
+        unrun: the patches that no model has run; `partly` lets them pass.
+        problems: what is wrong besides: what can't be loaded, or made.
         skipped: (class, why) of models that could not be run.
         seconds: the time that it took.
     """
 
     source: str
     file: str
-    models: tuple[VerifiedModel, ...] = ()
+    models: tuple[Verification, ...] = ()
+    exact: tuple[Verification, ...] = ()
     unrun: tuple[str, ...] = ()
-    failures: tuple[str, ...] = ()
+    partly: bool = False
+    problems: tuple[str, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, compare=False)
+
+    _also = ("passed", "failures")
 
     @property
     def passed(self) -> bool:
         """Whether nothing is wrong."""
         return bool(self.models) and not self.failures
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """What is wrong, a text for each."""
+        found = [
+            f"{each.model}: the file and {beside}: {text}" for beside, each in self._beside for text in each.failures
+        ]
+        return (*self.problems, *found, *(f"{text} never ran" for text in self.unrun if not self.partly))
 
     def raise_on_failure(self) -> None:
         """Raise if something is wrong.
@@ -117,27 +90,25 @@ class FileVerification(Shown):
         if not self.passed:
             raise VerificationError(f"{self.file} is wrong:\n  " + "\n  ".join(self.failures or ("nothing was run",)))
 
-    def to_dict(self) -> dict[str, Any]:
-        """All of it in dicts, lists, texts and numbers, for JSON; `passed` besides."""
-        return super().to_dict() | {"models": [model.to_dict() for model in self.models], "passed": self.passed}
+    @property
+    def _beside(self) -> Iterator[tuple[str, Verification]]:
+        """All verifications, each with what it is beside."""
+        yield from (("the runtime patch", each) for each in self.exact)
+        yield from (("stock", each) for each in self.models)
+
+    def _verdict(self) -> Cell:
+        return Cell("PASSED", "good") if self.passed else Cell("FAILED", "bad")
 
     def _headline(self) -> str:
-        apart = max((model.outputs[1] for model in self.models), default=0.0)
+        apart = max((model.figures("outputs").get("max relative", 0.0) for model in self.models), default=0.0)
         right = f"as its config says, outputs {apart:.2g} (relative) from stock's"
         return f"{self.file}, of {self.source}: {right if self.passed else 'WRONG'} ({self.seconds:.1f} s)"
 
-    def _parts(self) -> Iterator[Table]:
-        rows: list[tuple[str, ...]] = []
-        for each in self.models:
-            figures = [each.outputs, each.gradients]
-            apart = [f"{one[0]:.3g} ({one[1]:.3g})" if one is not None else "-" for one in figures]
-            state = "FAILED" if each.failures else "passed" if each.patched else "unpatched"
-            counts = [f"{each.figures(stage).get(what, 0):g}" for stage, what in _COUNTS]
-            rows.append((each.name, state, counts[0], *apart, counts[1]))
-        heads = ("model", "", "inputs", "outputs (relative)", "gradients (relative)", "tensors saved")
-        yield Table("Models, and how far they are from stock", heads, rows)
-        yield Table("Wrong", ("what",), [(text,) for text in self.failures])
-        yield Table("Patches that never ran", ("patch",), [(text,) for text in self.unrun])
+    def _parts(self) -> Iterator[Part]:
+        rows = [(each.model, beside, *row) for beside, each in self._beside for row in each.rows() if row[0] != "load"]
+        yield Table("The models of the file", ("model", "beside", *HEADS), rows)
+        yield Notes("Wrong", self.problems, "bad")
+        yield Notes("Patches that never ran", self.unrun, "warning" if self.partly else "bad")
         yield Table("Not run", ("model", "why"), list(self.skipped))
 
 
@@ -150,19 +121,21 @@ def verify(
     partly: bool = False,
     seed: int = 0,
 ) -> FileVerification:
-    """Run small models of a generated file beside stock and beside the runtime patch of the same config.
+    """Compare small models of a generated file with stock, and with the runtime patch of the same config.
 
     >>> from patcher.codegen import PatchConfig, verify
     >>> config = PatchConfig("transformers.models.llama.modeling_llama", "patched_modeling_llama.py")
     >>> _ = config.replace_function("rotate_half", "def rotate_half(x):\\n    return x.roll(x.shape[-1] // 2, -1)\\n")
     >>> found = verify(config)
-    >>> found.passed, found.models[0].name, found.models[0].outputs[0] > 0.01  # the sign is missing
+    >>> (model,) = found.models
+    >>> found.passed, model.model, model.figures("outputs")["max abs"] > 0.01  # the sign is missing
     (True, 'LlamaForCausalLM', True)
 
     A checkpoint of random weights is made by stock, of a small config. It is read by stock, by the file, and by stock
-    with `config.to_patcher()`. File and runtime patch must compute the same to the bit, outputs and gradients, and
-    both save what stock saves, byte for byte. How far they are from stock is told in numbers: only the author of a
-    patch knows what is to differ. Models of the module are run until every patch has run.
+    with `config.to_patcher()`, and they are compared as `patcher.compare` compares any two models. File and runtime
+    patch must compute the same to the bit, outputs and gradients, and the file saves what stock saves, byte for byte.
+    How far it is from stock is told in numbers: only the author of a patch knows what is to differ. Models of the
+    module are run until every patch has run.
 
     Args:
         config: the description of the file.
@@ -177,47 +150,44 @@ def verify(
     """
     started = time.perf_counter()
     generated = build(config)
-    models: list[VerifiedModel] = []
+    found: dict[str, list[Verification]] = {"stock": [], "the runtime patch": []}
+    problems: list[str] = []
     skipped: list[tuple[str, str]] = []
     with (
-        tempfile.TemporaryDirectory() as name,
-        global_state_kept(seed),
-        progress(f"verifying {config.target_file}", {}) as step,
-        quiet(),
-        _imported(generated, name) as module,
+        under_way(f"verifying {config.target_file}", seed, {}) as (folder, step),
+        _imported(generated, folder) as module,
     ):
-        original = importlib.import_module(config.source_module)
-        patcher, wrong = _patcher(config, generated)
-        ran = RanPatches(generated, module)
-        for number, stock in enumerate(_candidates(config, original, module, model_class)):
-            if models and not ran.missing() and model_class is None:
+        patcher = _patcher(config, generated, problems)
+        left = _places_of(generated, module)
+        for stock in _candidates(config, importlib.import_module(config.source_module), module, model_class):
+            if found["stock"] and not left and model_class is None:
                 break
             step(stock.__name__)
-            scratch = Path(name) / str(number)
             try:
-                with ran.noted():
-                    folder = _checkpoint(stock, model_config, scratch, seed)
-                    side = Side(getattr(module, stock.__name__), folder, name="the file", aligned=True)
-                    models.append(_verified(Side(stock, folder, aligned=True), side, patcher, scratch, tolerance))
+                with _running(left):
+                    checkpoint = _checkpoint(stock, model_config, folder / stock.__name__, seed)
+                    for beside, each in _beside(stock, module, patcher, checkpoint, tolerance):
+                        found[beside].append(each)
             except UncheckedError as error:
                 skipped.append((stock.__name__, str(error)))
-        unrun = tuple(ran.missing()) if models else ()
-    failures = [*wrong, *(f"{model.name}: {text}" for model in models for text in model.failures)]
-    failures += [] if partly else [f"{text} never ran" for text in unrun]
-    if not models:
-        failures += [f"no model could be run: {'; '.join(': '.join(each) for each in skipped) or 'there is none'}"]
+            except CodegenError as error:
+                problems.append(f"{stock.__name__}: {error}")
+    if not found["stock"] and not problems:
+        problems = [f"no model could be run: {'; '.join(': '.join(each) for each in skipped) or 'there is none'}"]
     return FileVerification(
         source=config.source_module,
         file=config.target_file,
-        models=tuple(models),
-        unrun=unrun,
-        failures=tuple(failures),
+        models=tuple(found["stock"]),
+        exact=tuple(found["the runtime patch"]),
+        unrun=tuple(left) if found["stock"] else (),
+        partly=partly,
+        problems=tuple(problems),
         skipped=tuple(skipped),
         seconds=time.perf_counter() - started,
     )
 
 
-def _checkpoint(stock: Any, config: PretrainedConfig | None, scratch: Path, seed: int) -> Path:
+def _checkpoint(stock: Any, config: PretrainedConfig | None, folder: Path, seed: int) -> Path:
     """One of random weights, of a config with which stock runs.
 
     Raises:
@@ -225,57 +195,56 @@ def _checkpoint(stock: Any, config: PretrainedConfig | None, scratch: Path, seed
     """
     try:
         small = small_config(stock.config_class) if config is None else config
-        unpatched(partial(random_checkpoint, stock, small, scratch / "checkpoint", seed))
-        chosen_passes(unpatched(partial(stock.from_pretrained, scratch / "checkpoint")).eval())
+        unpatched(partial(random_checkpoint, stock, small, folder, seed))
+        chosen_passes(unpatched(partial(stock.from_pretrained, folder)).eval())
     except Exception as error:
         hint = "; give model_config= (--model-config FOLDER), a small one with which it runs" if config is None else ""
         raise UncheckedError(f"{said(error)}{hint}") from error
-    return scratch / "checkpoint"
+    return folder
 
 
-def _verified(
-    stock: Side, file: Side, patcher: Patcher | None, scratch: Path, tolerance: float | None
-) -> VerifiedModel:
-    """The file beside the runtime patch, which is to be the same to the bit, and beside stock."""
+def _beside(
+    stock: Any, module: ModuleType, patcher: Patcher | None, checkpoint: Path, tolerance: float | None
+) -> Iterator[tuple[str, Verification]]:
+    """The file beside the runtime patch, which is to be the same to the bit, and beside stock.
 
-    def stages(theirs: Side, allowed: float, names: tuple[str, ...]) -> tuple[Stage, ...]:
-        folder = scratch / f"{len(names)} stages"
-        return tuple(Run(theirs, file, torch.float32, 0, folder, names, quick=True, allowed=allowed).stages())
+    Raises:
+        CodegenError: one of them can't be loaded.
+    """
 
-    allowed = math.inf if tolerance is None else tolerance
-    exact: tuple[Stage, ...] = ()
-    failures: list[str] = []
-    if patcher is not None:
-        runtime = Side(stock.cls, stock.folder, patcher=patcher, aligned=True)
+    def loaded(what: str, cls: Any, patcher: Patcher | None = None) -> Side:
         try:
-            exact = stages(runtime, 0.0, _STAGES[:-1])
+            model = Side(cls, checkpoint, patcher=patcher).load(checkpoint, 0)
+        except UnmatchedPatchError:
+            raise
+        except Exception as error:
+            raise CodegenError(f"{what} can't be loaded: {said(error)}") from error
+        for parameter in model.parameters():  # where weights lie in a file decides the last bits
+            parameter.data = parameter.data.clone()
+        return Side(model=model, name=what)
+
+    file = loaded("the file", getattr(module, stock.__name__))
+    allowed = math.inf if tolerance is None else tolerance
+    if patcher is not None:
+        try:
+            runtime = loaded("the runtime patch", stock, patcher)
+            yield "the runtime patch", compared(runtime, file, stages=_STAGES[:-1], quick=True, tolerance=0.0)
         except UnmatchedPatchError:  # of parts that this model doesn't have
             allowed = 0.0
-        except Exception as error:
-            failures.append(f"the runtime patch can't be loaded: {said(error)}")
-    found = stages(stock, allowed, _STAGES)
-    for other, compared in (("the runtime patch", exact), ("stock", found)):
-        for stage in compared:
-            if not stage.passed:
-                failures.append(f"the file and {other}: {stage.name}: {stage.message}")
-    if not found[0].passed:
-        failures = [f"the file can't be loaded: {found[0].message}"]
-    return VerifiedModel(stock.class_name, bool(exact), found, tuple(failures))
+    yield "stock", compared(loaded("stock", stock), file, stages=_STAGES, quick=True, tolerance=allowed)
 
 
 @contextmanager
-def _imported(generated: Generated, folder: str) -> Iterator[ModuleType]:
+def _imported(generated: Generated, folder: Path) -> Iterator[ModuleType]:
     """The file, written and imported as others will import it: from outside of transformers."""
-    path = Path(folder, generated.config.target_file)
+    path = folder / generated.config.target_file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(generated.text.removeprefix("\ufeff"), generated.source.encoding, newline="")
-    name = f"_verified_{path.stem}"
+    name = f"_verified_{path.stem}_{id(generated)}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    before = sys.modules.get(name)
-    sys.modules[name] = module
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         try:
             spec.loader.exec_module(module)
@@ -286,20 +255,16 @@ def _imported(generated: Generated, folder: str) -> Iterator[ModuleType]:
         yield module
     finally:
         del sys.modules[name]
-        if before is not None:
-            sys.modules[name] = before
 
 
-def _patcher(config: PatchSpec, generated: Generated) -> tuple[Patcher | None, list[str]]:
-    """The runtime patch; None where it would change nothing."""
-    if not generated.patches:
-        return None, []
+def _patcher(config: PatchSpec, generated: Generated, problems: list[str]) -> Patcher | None:
+    """The runtime patch; None where it would change nothing, or can't be made."""
     try:
-        return to_patcher(config), []
+        return to_patcher(config) if generated.patches else None
     except CodegenError as error:
-        if "to_patcher() would change nothing" in str(error):
-            return None, []
-        return None, [f"the runtime patch: {error}"]
+        if "to_patcher() would change nothing" not in str(error):
+            problems.append(f"the runtime patch: {error}")
+        return None
 
 
 def _candidates(
@@ -320,3 +285,51 @@ def _candidates(
     bases = {base for value in found.values() for base in value.__bases__ if base.__name__.endswith("PreTrainedModel")}
     names = [name for name, value in found.items() if value not in bases]
     return [found[name] for name in sorted(names, key=lambda each: [part in each for part in _ORDER].index(True))]
+
+
+# --- which patches have run
+
+
+def _places_of(generated: Generated, module: ModuleType) -> dict[str, set[_Place]]:
+    """Each patch of the author whose code can run, and where that is."""
+    found: dict[str, set[_Place]] = {}
+    for patch in generated.patches:
+        if patch.new and patch in generated.config.of_runtime:
+            continue  # how the models of a file read and write, and heads that they may not have
+        if places := _places(module, patch):
+            found[f"{patch.kind.value} {patch.target}"] = places
+    return found
+
+
+def _places(module: ModuleType, patch: Patch) -> set[_Place]:
+    """Those of the functions that a patch has written or imported; none of what isn't run, an import for one."""
+    parts = patch.target.split(".")
+    if parts[-1] in ("setter", "deleter", "getter") and len(parts) > 2:
+        parts.pop()
+    value: Any = module
+    for part in [*parts, "__init__"] if patch.kind is PatchKind.MODIFY_INIT else parts:
+        value = vars(value).get(part) if isinstance(value, type | ModuleType) else None
+    found = list(vars(value).values()) if isinstance(value, type) else [value]
+    accessors = [(each.fget, each.fset, each.fdel) if isinstance(each, property) else (each,) for each in found]
+    functions = (inspect.unwrap(getattr(each, "__func__", each)) for several in accessors for each in several if each)
+    codes = (each.__code__ for each in functions if isinstance(each, FunctionType))
+    return {(code.co_filename, code.co_firstlineno) for code in codes}
+
+
+@contextmanager
+def _running(left: dict[str, set[_Place]]) -> Iterator[None]:
+    """Within, what runs is noted; afterwards only those are left that haven't."""
+    seen: set[_Place] = set()
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call":
+            seen.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+        for label in [label for label, places in left.items() if places & seen]:
+            del left[label]

@@ -1,13 +1,20 @@
-"""Where an error begins: how far what each layer gives is from what it gives in stock."""
+"""Where an error begins: how far what each module gives is from what it gives in stock."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+from torch import nn
+
 from patcher.patterns import inside, is_number
-from patcher.verification.numerics import CallGap
+from patcher.verification.numerics import Difference, copies, difference, hooked
+
+Run = Callable[[nn.Module], object]
+_Call = tuple[list[torch.Tensor], list[torch.Tensor]]  # what went in, what came out
 
 
 class LayerErrors(NamedTuple):
@@ -31,21 +38,40 @@ class LayerErrors(NamedTuple):
         return {**self._asdict(), "errors": dict(self.errors)}
 
 
-def layer_errors(gaps: Iterable[CallGap], inputs: str, allowed: float, begins: str | None = None) -> LayerErrors:
-    """Of a run of both models.
+def layer_errors(
+    ours: nn.Module, stock: nn.Module, run: Run, inputs: str, allowed: float, *, right: bool = False
+) -> LayerErrors:
+    """Run both models, and compare what goes into each module and what comes out.
 
-    >>> from patcher.verification.numerics import Difference
-    >>> gap = Difference(1e-3, 1e-3, 1.0)
-    >>> called = "embed", "layers.0.mlp", "layers.0", "layers.1.mlp", "layers.1", ""
-    >>> gaps = [CallGap(path, gap, gap) for path in called]
-    >>> [path for path, _ in layer_errors(gaps, "a row", 1e-5, begins="layers.1.mlp").errors]
-    ['embed', 'layers.0', 'layers.1', 'layers.1.mlp']
+    An error begins in the first module whose inputs are equal and whose outputs differ, of nested ones the innermost.
+    Where small differences add up until they are more than is allowed, it is the one that has added most so far.
+
+    >>> class Off(nn.Linear):
+    ...     def forward(self, x):
+    ...         return super().forward(x) * 1.01
+    >>> stock = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    >>> ours = nn.Sequential(stock[0], nn.Sequential(Off(2, 2), nn.Tanh()))
+    >>> _ = ours.load_state_dict(stock.state_dict())
+    >>> found = layer_errors(ours, stock, lambda model: model(torch.ones(1, 2)), "ones", 1e-5)
+    >>> found.begins, [path for path, _ in found.errors]
+    ('1.0', ['0', '1', '1.0', '1.1'])
+
+    Args:
+        inputs: what to call them.
+        right: the outputs are the same, so nothing begins.
     """
     worst: dict[str, float] = {}
-    for path, _, after in gaps:
+    due = begins = None
+    most = 0.0
+    for path, before, after in _gaps(ours, stock, run):
+        if (grown := after.share - before.share) > most:
+            most, due = grown, path
+        if begins is None and before.within(allowed) and not after.within(allowed):
+            begins = due
         if not math.isinf(after.absolute) or after.scale:  # else it gives something else, which may be what is meant
             error = math.inf if math.isnan(after.share) else after.share
             worst[path] = max(error, worst.get(path, 0.0))
+    begins = None if right else due if begins is None else begins
     rows: list[str] = []
     for path in _layers(list(worst)):
         rows.append(path)
@@ -54,14 +80,33 @@ def layer_errors(gaps: Iterable[CallGap], inputs: str, allowed: float, begins: s
     return LayerErrors(inputs, allowed, tuple((path, worst[path]) for path in rows), begins)
 
 
+def _gaps(ours: nn.Module, stock: nn.Module, run: Run) -> Iterator[tuple[str, Difference, Difference]]:
+    """Of each call of a module that both have the inputs and the outputs, in the order in which stock returns."""
+    mine: dict[str, list[_Call]] = {}
+    for path, call in reversed(_calls(ours, run)):
+        mine.setdefault(path, []).append(call)
+    for path, (inputs, outputs) in _calls(stock, run):
+        found = mine[path].pop() if mine.get(path) else None
+        if found is not None and outputs:
+            yield path, difference(found[0], inputs), difference(found[1], outputs)
+
+
+def _calls(model: nn.Module, run: Run) -> list[tuple[str, _Call]]:
+    calls: list[tuple[str, _Call]] = []
+
+    def note(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        calls.append((path, (copies((args, kwargs)), copies(output))))
+
+    with hooked((module, partial(note, path)) for path, module in model.named_modules()), torch.no_grad():
+        run(model)
+    return calls
+
+
 def _layers(paths: Sequence[str]) -> list[str]:
     """The outermost numbered modules, and of the others the outermost that have none of these in them."""
-    numbered = {path for path in paths if is_number(path.rpartition(".")[2]) and _numbers(path) == 1}
+    numbers = {path: sum(map(is_number, path.split("."))) for path in paths}
+    numbered = {path for path in paths if is_number(path.rpartition(".")[2]) and numbers[path] == 1}
     around = {path[:place] for path in numbered for place, letter in enumerate(path) if letter == "."} | {""}
-    others = [path for path in paths if path not in around and not _numbers(path)]
+    others = [path for path in paths if path not in around and not numbers[path]]
     outermost = {path for path in others if not any(path.startswith(inside(other)) for other in others)}
     return [path for path in paths if path in numbered or path in outermost]
-
-
-def _numbers(path: str) -> int:
-    return sum(map(is_number, path.split(".")))

@@ -14,12 +14,12 @@ from patcher.compat.models import GradientCheckpointingLayer
 from patcher.construction.plain_tensors import TORCH_ATTRIBUTES
 from patcher.layouts.carried import CARRIED
 from patcher.verification.comparing import Comparison, Pair, Stage
-from patcher.verification.passes import OnStock, Pass, Reference, Row, tried
+from patcher.verification.passes import OnStock, Pass, Reference, tried
 
 Found = TypeVar("Found", Comparison, Stage)
 
 
-def on_few_layers(pair: Pair, probes: Sequence[Pass | Row], check: Callable[[OnStock], Found]) -> Found:
+def on_few_layers(pair: Pair, probes: Sequence[Pass], check: Callable[[OnStock], Found]) -> Found:
     """What a check finds on a few layers. What is wrong there is looked at on all of them, which decides.
 
     Args:
@@ -27,9 +27,9 @@ def on_few_layers(pair: Pair, probes: Sequence[Pass | Row], check: Callable[[OnS
         check: is given what runs stock, and leaves out what stock refuses. It is made on all layers if stock runs
             any of that there.
     """
-    refused: list[Pass | Row] = []
+    refused: list[Pass] = []
 
-    def on_stock(runs: Iterable[Pass | Row]) -> Iterator[Reference]:
+    def on_stock(runs: Iterable[Pass]) -> Iterator[Reference]:
         for run in runs:
             found = list(tried([run], pair.stock))
             refused.extend([] if found else [run])
@@ -48,7 +48,7 @@ def on_few_layers(pair: Pair, probes: Sequence[Pass | Row], check: Callable[[OnS
 
 
 @contextmanager
-def few_layers(pair: Pair, probes: Sequence[Pass | Row]) -> Iterator[bool]:
+def few_layers(pair: Pair, probes: Sequence[Pass]) -> Iterator[bool]:
     """Within, both models have only some of the layers that are alike; whether that is so.
 
     Of each kind the first two, the one in the middle and the last: what goes by the number of a layer is mostly a
@@ -110,38 +110,25 @@ def _description(layer: nn.Module) -> list[Any]:
     found: list[Any] = []
     for path, module in layer.named_modules():
         found += [path, type(module)]
-        found += [
-            (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-            for name, tensor in [*module._parameters.items(), *module._buffers.items()]
-            if tensor is not None
-        ]
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            found += [] if tensor is None else [(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)]
         for name, value in sorted(vars(module).items()):
-            if name == CARRIED or "state_dict" in name:
+            if name == CARRIED or "state_dict" in name or name in ("_parameters", "_buffers", "_modules"):
                 continue  # how weights are read, not what is computed
-            if name not in own:
-                found += [name, value]
-            elif name not in ("_parameters", "_buffers", "_modules"):
-                found += [name, list(value.values()) if isinstance(value, dict) else value]  # hooks
+            if name in own:  # hooks
+                value = list(value.values()) if isinstance(value, dict) else value
+            found += [name, *([value.func, value.args, value.keywords] if type(value) is partial else [value])]
     return found
 
 
 def _alike(one: list[Any], other: list[Any], numbers: tuple[int, int]) -> bool:
-    """Whether two layers go by the same, or by their numbers, at each place."""
-    if len(one) != len(other):
-        return False
-    return all(
-        _same(mine, theirs) or (type(mine) is type(theirs) is int and (mine, theirs) == numbers)
-        for mine, theirs in zip(one, other, strict=True)
-    )
-
-
-def _same(one: Any, other: Any) -> bool:
-    """What can't be compared isn't the same."""
-    if one is other:
-        return True
-    if type(one) is type(other) is partial:
-        return _same([one.func, one.args, one.keywords], [other.func, other.args, other.keywords])
+    """Whether two layers go by the same, or by their numbers, at each place. What can't be compared isn't the same."""
     try:
-        return type(one) is type(other) and bool(one == other)
+        return len(one) == len(other) and all(
+            mine is theirs
+            or (type(mine) is type(theirs) is int and (mine, theirs) == numbers)
+            or (type(mine) is type(theirs) and bool(mine == theirs))
+            for mine, theirs in zip(one, other, strict=True)
+        )
     except Exception:  # tensors of several elements, for one
         return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
@@ -32,7 +31,7 @@ PRECISION = 1.2
 #: And how much less exact any module may be: sums of tiles, each of which is rounded, are 1.3 times less exact.
 EXACTNESS = 2.5
 #: Inputs are scaled up by these, for as long as stock computes something: its error is no more than a twentieth.
-SCALES, ACCURATE = (1.0, 16.0, 256.0, 4096.0), 0.05
+SCALES, ACCURATE = (1.0, 16.0, 256.0), 0.05
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -67,15 +66,6 @@ def captured(stock: nn.Module, paths: Iterable[str], passes: Iterable[Pass]) -> 
     return calls
 
 
-def _captured_twice(
-    stock: nn.Module, paths: Sequence[str], passes: Sequence[Pass]
-) -> tuple[dict[str, Call], dict[str, Call]]:
-    """Under the attention that stock has, and under eager attention where that is another."""
-    calls = captured(stock, paths, passes)
-    with eager_attention(stock) as eager:
-        return calls, captured(stock, paths, passes) if eager else {}
-
-
 def run_alone(module: nn.Module, call: Call, seed: int = 0) -> list[torch.Tensor]:
     """What a module makes of its inputs, as stock gives them."""
     with seeded(seed):
@@ -89,15 +79,15 @@ def precision_stage(
 
     The outputs of a model in half precision don't tell: those of right and wrong patches overlap. Of a module the
     error to that of stock does, as the Euclidean distance of all but the worst quarter of the rows: there a router may
-    choose another expert. Stock's error is that of its less exact implementation of attention.
+    choose another expert.
     """
     if not paths:
         raise UncheckedError("nothing is replaced")
     with few_layers(pair, passes):
         there = dict(pair.stock.named_modules())
-        calls, others = _captured_twice(pair.stock, [path for path in paths if path in there], passes)
+        calls = captured(pair.stock, [path for path in paths if path in there], passes)
     if calls.keys() != set(paths):
-        calls, others = _captured_twice(pair.stock, paths, passes)
+        calls = captured(pair.stock, paths, passes)
     compared: set[str] = set()
     worst = 1.0
     for half in [dtype] if dtype in HALVES else HALVES:
@@ -106,8 +96,7 @@ def precision_stage(
         except UncheckedError:  # stock doesn't load in it
             continue
         for path, call in calls.items():
-            inputs = [call, others[path]] if path in others else [call]
-            for ratio, told in _ratios(loaded, pair.ours.get_submodule(path), path, inputs, half):
+            for ratio, told in _ratios(loaded, pair.ours.get_submodule(path), path, call, half):
                 if told:
                     text = f"by itself in {half}, {told}: {pair.blame(path)}"
                     return Stage("precision", False, (("error / stock's", ratio),), EXACTNESS, text)
@@ -145,48 +134,12 @@ def _eager_experts(model: Any) -> Iterator[None]:
             choose_experts_implementation(model, before)
 
 
-class _Stock(NamedTuple):
-    """What the stock module makes of its inputs in half precision."""
-
-    outputs: list[torch.Tensor]
-    exact: list[torch.Tensor]  # in float64
-    errors: list[float]
-    eager: list[float]  # the errors with eager attention
-    accurate: bool
-
-
-def _stock(stock: Any, module: nn.Module, exact: nn.Module, calls: Sequence[Call], given: Sequence[Call]) -> _Stock:
-    """Run it on inputs in half precision, and on the next larger ones.
-
-    Args:
-        stock: the model that it is in.
-        exact: the module in float64.
-        calls: the larger inputs.
-        given: the inputs, and, where stock has eager attention as well, those under it.
-    """
-    with _eager_experts(stock):
-        correct = run_alone(exact, cast(given[0], torch.float64))
-    outputs = run_alone(module, given[0])
-    errors = eager = [_error(*each) for each in zip(outputs, correct, strict=True)]
-    if len(given) > 1:
-        with eager_attention(stock):
-            found = run_alone(module, given[1])
-            with _eager_experts(stock):
-                right = run_alone(exact, cast(given[1], torch.float64))
-            eager = [_error(*each) for each in zip(found, right, strict=True)][: len(errors)]
-    finite = all(bool(tensor.isfinite().all()) for tensor in [*outputs, *run_alone(module, calls[0])])
-    sizes = [ACCURATE * float(tensor.norm()) for tensor in correct]
-    return _Stock(outputs, correct, errors, eager, finite and all(map(operator.le, eager, sizes)))
-
-
-def _ratios(
-    pair: Pair, alone: nn.Module, path: str, calls: Sequence[Call], dtype: torch.dtype
-) -> Iterator[tuple[float, str]]:
+def _ratios(pair: Pair, alone: nn.Module, path: str, call: Call, dtype: torch.dtype) -> Iterator[tuple[float, str]]:
     """The error of the replaced module to stock's for each scale, and what is wrong with it.
 
     Args:
         alone: the replaced module as it is verified, not in half precision.
-        calls: the inputs of the module, and, where stock has it, under eager attention.
+        call: the inputs of the module.
     """
     module, ours = pair.stock.get_submodule(path), pair.ours.get_submodule(path)
     # The config says which attention is computed, and stays that of the model.
@@ -195,34 +148,39 @@ def _ratios(
     ]
     exact = copy.deepcopy(module, {id(config): config for config in configs}).double()
     for scale, beyond in pairwise(SCALES):
-        given, larger = ([cast(call, dtype, by) for call in calls] for by in (scale, beyond))
+        given, larger = (cast(call, dtype, by) for by in (scale, beyond))
         done, done_by_stock = _Operations(), _Operations()
         try:
             with done_by_stock:
-                stock = _stock(pair.stock, module, exact, larger, given)
+                theirs, of_larger = run_alone(module, given), run_alone(module, larger)
+            with _eager_experts(pair.stock):
+                correct = run_alone(exact, cast(given, torch.float64))
         except Exception:  # it can't be run by itself, or not in half precision
             return
-        if scale > 1 and not stock.accurate:
+        errors = list(map(_error, theirs, correct))
+        finite = all(bool(tensor.isfinite().all()) for tensor in [*theirs, *of_larger])
+        accurate = finite and all(
+            error <= ACCURATE * float(tensor.norm()) for error, tensor in zip(errors, correct, strict=False)
+        )
+        if scale > 1 and not accurate:
             return
         try:
             with done:
-                mine = run_alone(ours, given[0])
+                mine = run_alone(ours, given)
         except Exception as error:
             with suppress(Exception):  # it may need what is around it
-                run_alone(alone, calls[0])
+                run_alone(alone, call)
                 yield math.inf, f"it raises {said(error)}"
             return
         worst = strict = 1.0
-        for found, theirs, correct, *errors in zip(
-            mine, stock.outputs, stock.exact, stock.errors, stock.eager, strict=False
-        ):
-            kinds = [f"{each.dtype} of the shape {tuple(each.shape)}" for each in (found, theirs)]
+        for found, expected, right, off in zip(mine, theirs, correct, errors, strict=False):
+            kinds = [f"{each.dtype} of the shape {tuple(each.shape)}" for each in (found, expected)]
             if kinds[0] != kinds[1]:
                 yield math.inf, f"it gives {kinds[0]} where stock gives {kinds[1]}"
                 return
-            least = correct.to(theirs.dtype)
-            strict = max(strict, _ratio(_distance(found, correct), _distance(theirs, correct)))
-            worst = max(worst, _ratio(_error(found, correct), max(*errors, _error(least, correct))))
+            least = right.to(expected.dtype)
+            strict = max(strict, _ratio(_distance(found, right), _distance(expected, right)))
+            worst = max(worst, _ratio(_error(found, right), max(off, _error(least, right))))
         lost = sorted((done.half - done_by_stock.half) & _DELICATE)
         if scale == 1 and lost and strict > PRECISION:
             told = (

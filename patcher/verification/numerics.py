@@ -1,4 +1,4 @@
-"""Two models side by side: how far their outputs differ, and in which module it begins."""
+"""How far tensors are from others, and which modules are called."""
 
 from __future__ import annotations
 
@@ -82,53 +82,6 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> Difference:
         absolute = math.inf if gap.isnan().any() else float(gap.max())
         scale = float(finite.abs().max()) if finite.numel() else 0.0
     return Difference(absolute, absolute / scale if scale else math.inf if absolute else 0.0, scale)
-
-
-Call = tuple[list[torch.Tensor], list[torch.Tensor]]  # what went in, what came out
-
-
-class CallGap(NamedTuple):
-    """One call of a module that both models have: how far its inputs are apart, and its outputs."""
-
-    path: str
-    before: Difference
-    after: Difference
-
-
-def call_gaps(ours: nn.Module, stock: nn.Module, run: Callable[[nn.Module], object]) -> Iterator[CallGap]:
-    """Those of all modules, in the order in which the calls of stock return."""
-    mine: dict[str, list[Call]] = {}
-    for path, call in reversed(_calls(ours, run)):
-        mine.setdefault(path, []).append(call)
-    for path, (inputs, outputs) in _calls(stock, run):
-        found = mine[path].pop() if mine.get(path) else None
-        if found is not None and outputs:
-            yield CallGap(path, difference(found[0], inputs), difference(found[1], outputs))
-
-
-def first_difference(gaps: Iterable[CallGap], tolerance: float) -> str | None:
-    """The path of the first module whose inputs are equal and whose outputs differ; of nested ones the innermost.
-
-    Where small differences add up until they are more than the tolerance, it is the module that has added most so far.
-    """
-    most, due = 0.0, None
-    for path, before, after in gaps:
-        if (grown := after.share - before.share) > most:
-            most, due = grown, path
-        if before.within(tolerance) and not after.within(tolerance):
-            return due
-    return due
-
-
-def _calls(model: nn.Module, run: Callable[[nn.Module], object]) -> list[tuple[str, Call]]:
-    calls: list[tuple[str, Call]] = []
-
-    def note(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        calls.append((path, (copies((args, kwargs)), copies(output))))
-
-    with hooked((module, partial(note, path)) for path, module in model.named_modules()), torch.no_grad():
-        run(model)
-    return calls
 
 
 @contextmanager

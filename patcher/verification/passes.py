@@ -51,6 +51,8 @@ class Pass:
         title: what to call it, where method and arguments don't say it.
         counted: (batch, length), True where a token stands; None where all positions of the outputs count.
         chunks: the lengths of the pieces in which the tokens come, with a cache of those before; () for one call.
+        cache: what the model calls that.
+        calls: in place of it, these one after another, on a model that may keep something of each for the next.
     """
 
     method: str
@@ -59,6 +61,8 @@ class Pass:
     title: str = ""
     counted: torch.Tensor | None = None
     chunks: tuple[int, ...] = ()
+    cache: str = ""
+    calls: tuple[Pass, ...] = ()
 
     @property
     def name(self) -> str:
@@ -74,17 +78,17 @@ class Pass:
 
     def results(self, model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
         """The outputs by name, and the arguments as they are after the run: a model that writes into them shows it."""
+        found: dict[str, torch.Tensor] = {}
         with without_memory(model):
-            return self.results_with_memory(model, seed)
-
-    def results_with_memory(self, model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
-        """The same, where the model may go by what it kept of earlier runs, and keep something for later ones."""
-        arguments = fitted(self.arguments, model)
-        with seeded(seed):
-            found = dict(self._outputs(model.get_submodule(self.path), arguments))
-        return found | {
-            f"{name} after the call": value for name, value in arguments.items() if isinstance(value, torch.Tensor)
-        }
+            for number, one in enumerate(self.calls or (self,), 1):
+                call = f"call {number} ({one.name}), " if self.calls else ""
+                arguments = fitted(one.arguments, model)
+                with seeded(seed):
+                    outputs = dict(one._outputs(model.get_submodule(one.path), arguments))
+                after = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+                outputs |= {f"{name} after the call": value for name, value in after.items()}
+                found |= {f"{call}{name}": value for name, value in outputs.items()}
+        return found
 
     def _outputs(self, part: nn.Module, arguments: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         call: Any = part if self.method == "forward" else getattr(part, self.method)
@@ -99,8 +103,8 @@ class Pass:
                 here[name] = arguments[name][:, start:stop]
             if ids == "input_ids" and "attention_mask" in here:
                 here["attention_mask"] = here["attention_mask"][:, :stop]
-            result = call(**here, past_key_values=memory)
-            memory = result.past_key_values
+            result = call(**here, **{self.cache: memory})
+            memory = getattr(result, self.cache)
             mask = None if self.counted is None else self.counted[:, start:stop]
             yield f"logits of tokens {start + 1} to {stop}", _counted(result.logits, mask)
 
@@ -116,40 +120,18 @@ def _counted(output: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return output[mask.to(output.device)]
 
 
-@dataclass(frozen=True, eq=False)
-class Row:
-    """Passes one after another, on a model that may keep something of each for the next."""
-
-    passes: tuple[Pass, ...]
-    title: str = "calls one after another"
-
-    @property
-    def name(self) -> str:
-        """What reports call it."""
-        return self.title
-
-    def results(self, model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
-        """What each of them gives."""
-        with without_memory(model):
-            return {
-                f"call {number} ({one.name}), {name}": value
-                for number, one in enumerate(self.passes, 1)
-                for name, value in one.results_with_memory(model, seed).items()
-            }
-
-
 class Reference(NamedTuple):
     """A run, and what the stock model gives."""
 
-    run: Any  # a Pass or a Row
+    run: Pass
     expected: dict[str, torch.Tensor]
 
 
 #: Runs the stock model, and leaves out what it refuses.
-OnStock = Callable[[Iterable[Pass | Row]], Iterator[Reference]]
+OnStock = Callable[[Iterable[Pass]], Iterator[Reference]]
 
 
-def tried(runs: Iterable[Pass | Row], stock: nn.Module) -> Iterator[Reference]:
+def tried(runs: Iterable[Pass], stock: nn.Module) -> Iterator[Reference]:
     """Those that the stock model can run."""
     for run in runs:
         try:
@@ -181,12 +163,18 @@ def fitted(arguments: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """A copy, for models that write into what they are given: on the device of the model's weights, and of their type
     where a model is in half precision."""
     weight = next((each for each in model.parameters() if each.is_floating_point()), torch.empty(0))
+    device = device_of(model)
     return {
-        name: value.clone().to(weight.device, weight.dtype if value.is_floating_point() else value.dtype)
+        name: value.clone().to(device, weight.dtype if value.is_floating_point() else value.dtype)
         if isinstance(value, torch.Tensor)
         else value
         for name, value in arguments.items()
     }
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where its inputs go: where its first weight is that isn't offloaded."""
+    return next((each.device for each in model.parameters() if not each.is_meta), torch.device("cpu"))
 
 
 def parameters_of(model: Any, method: str = "forward") -> dict[str, inspect.Parameter]:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
+
+from patcher.verification.passes import seeded
 
 #: How many seconds pass before a bar is shown.
 MOMENT = 2.0
@@ -79,3 +84,26 @@ def quiet() -> Iterator[None]:
         logs.set_verbosity(verbosity)
         if shown:
             logs.enable_progress_bar()
+
+
+@contextmanager
+def under_way(
+    doing: str, seed: int, shares: Mapping[str, float], shown: bool | None = None
+) -> Iterator[tuple[Path, Callable[..., None]]]:
+    """An empty folder, and what is told of each stage. Random states, default dtype and gradient mode are the usual
+    ones within, and afterwards what they were: what is verified, replacements included, may set what it likes.
+    """
+    dtype = torch.get_default_dtype()
+    try:
+        with (
+            seeded(seed),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            tempfile.TemporaryDirectory() as name,
+            progress(doing, shares, shown) as step,
+            quiet(),
+        ):
+            torch.set_default_dtype(torch.float32)
+            yield Path(name), step
+    finally:
+        torch.set_default_dtype(dtype)

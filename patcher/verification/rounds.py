@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import gc
-import operator
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,12 +14,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from patcher.errors import InvalidPatcherError, PatchConflictError
+from patcher.errors import InvalidPatcherError
 from patcher.spec.patcher import Patcher
-from patcher.spec.validation import MAPPINGS
 from patcher.verification.checks import TOLERANCES
 from patcher.verification.comparing import said
 from patcher.verification.gains import Gain, decided, gain
+from patcher.verification.members import joined, members_of, only
 from patcher.verification.numerics import difference
 from patcher.verification.sides import Side
 from patcher.verification.verify import verify
@@ -38,24 +36,13 @@ _WANTED, _ENOUGH, _LOADING = 12, 40, 0.5
 _APART = 2.0
 
 
-def members_of(patcher: Patcher) -> list[Patcher]:
+def measured_members(patcher: Patcher) -> list[Patcher]:
     """Each key and each fusion by itself; one that has conversions is one."""
-    parts: list[dict[str, Any]] = [{name: {key: getattr(patcher, name)[key]}}
-                                   for name in MAPPINGS for key in getattr(patcher, name)]  # fmt: skip
-    parts += [{"fusions": [fusion]} for fusion in patcher.fusions]
-    empty: dict[str, Any] = {name: {} for name in MAPPINGS} | {"fusions": (), "alternatives": (), "name": ""}
+    members = members_of(patcher)
     conversions = patcher.extra_weight_conversions or patcher.filtered_weight_conversion_patterns
-    if len(parts) < 2 or conversions or patcher.new_weights or patcher.dropped_weights:
+    if len(members) < 2 or conversions or patcher.new_weights or patcher.dropped_weights:
         return [patcher]
-    return [patcher.replace(**empty | part) for part in parts]
-
-
-def joined(patchers: Iterable[Patcher]) -> Patcher | None:
-    """All in one; None where they contradict one another, or there are none."""
-    several = list(patchers)
-    with suppress(PatchConflictError):
-        return functools.reduce(operator.or_, several) if several else None
-    return None
+    return [only(patcher, [member]) for member in members]
 
 
 def candidates_of(patchers: Sequence[Patcher], members: Sequence[Patcher]) -> list[Patcher]:

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
+from patcher.checkpoints.model_classes import config_of, model_class_of
+from patcher.compat.models import make_from_config
 from patcher.construction.in_force import unpatched
 from patcher.spec.patcher import Patcher
 from patcher.verification.comparing import UncheckedError
@@ -20,6 +23,8 @@ from patcher.verification.passes import seeded
 
 #: A model of fewer parameters is computed by one thread: handing its small products around costs more than they do.
 TINY = 2**24
+#: The name of a folder of random weights.
+RANDOM = "random weights"
 
 
 @dataclass(frozen=True)
@@ -33,8 +38,6 @@ class Side:
         patcher: what it is loaded with; without one nothing that is in force around it is applied.
         model: in place of all that, a model in memory, which can't be loaded again.
         name: what failures call it.
-        aligned: whether its weights are put where memory is allocated for them: where they lie in a file decides the
-            last bits.
     """
 
     cls: Any = None
@@ -43,7 +46,13 @@ class Side:
     patcher: Patcher | None = None
     model: Any = None
     name: str = "the patched model"
-    aligned: bool = False
+
+    @property
+    def place(self) -> str:
+        """Where its weights come from."""
+        if self.model is not None:
+            return "in memory"
+        return RANDOM if isinstance(self.folder, Path) and self.folder.name == RANDOM else str(self.folder)
 
     @property
     def class_name(self) -> str:
@@ -71,9 +80,31 @@ class Side:
         load = partial(self.cls.from_pretrained, self.folder, **options)
         with seeded(seed):
             model = load() if self.patcher is not None else unpatched(load)
-        for parameter in model.parameters() if self.aligned else ():
-            parameter.data = parameter.data.clone()
         return model.eval()
+
+
+def side_of(model: Any, options: Mapping[str, Any], scratch: Path, seed: int, model_class: Any = None) -> Side:
+    """What loads a model by its repo, folder or config; of a config a checkpoint of random weights is made."""
+    config = config_of(model, options)
+    cls = model_class_of(config, model_class, model, options)
+    if isinstance(model, PretrainedConfig):
+        model = unpatched(partial(random_checkpoint, cls, config, scratch / RANDOM, seed))
+    return Side(cls, model, options)
+
+
+def random_checkpoint(cls: Any, config: PretrainedConfig, folder: Path, seed: int) -> Path:
+    """Every parameter gets values of its own: with the zeros and ones of an initialisation much would go unseen."""
+    model = make_from_config(cls, config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in filter(torch.is_floating_point, model.parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(noise * 0.1)
+    model.save_pretrained(folder)
+    return folder
 
 
 @contextmanager

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from patcher.verification.passes import Pass, Row, parameters_of
+from patcher.compat.models import cache_argument
+from patcher.verification.passes import Pass, parameters_of
 
 #: In tokens. The long row isn't a multiple of a block of 16, the other one of 128 is.
 SHORT, LONG = 5, 200
@@ -26,12 +28,12 @@ _PADDED = (11, 8, 4)
 _STEPS, _CHUNKS = (12, *[1] * 40), (13, 1, 17, 2, 11)
 
 
-def text_passes(model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Pass | Row]:
+def text_passes(model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Pass]:
     """What the stock model is to be run on, if it takes token ids; what it refuses is left out later."""
     taken = parameters_of(model)
     if "input_ids" not in taken:
         return
-    limit = len(rows[0])
+    limit, cache = len(rows[0]), cache_argument(model)
     decoder, positioned, masked = (name in taken for name in ("decoder_input_ids", "position_ids", "attention_mask"))
 
     def text(title: str, ids: torch.Tensor, mask: Any = None, chunks: tuple[int, ...] = (), **more: Any) -> Pass:
@@ -41,7 +43,7 @@ def text_passes(model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Pass 
         if "use_cache" in taken:
             arguments["use_cache"] = bool(chunks)
         counted = None if decoder or mask is None else mask.bool()
-        return Pass("forward", arguments | more, title=title, counted=counted, chunks=chunks)
+        return Pass("forward", arguments | more, title=title, counted=counted, chunks=chunks, cache=cache or "")
 
     first = torch.tensor(rows[:1])
     short = text("a short row", first[:, :SHORT])
@@ -72,8 +74,8 @@ def text_passes(model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Pass 
             yield text(f"a row of {length} token{'s' if length > 1 else ''}", first[:, :length])
     for count, ids in batches.items():
         yield text(f"a batch of {count}", ids[:, :limit])
-    yield Row(tuple(in_a_row))
-    if "past_key_values" in taken and model.can_generate():
+    yield replace(short, title="calls one after another", calls=tuple(in_a_row))
+    if cache is not None and model.can_generate():
         yield text(STEPS, first[:, : sum(_STEPS)], chunks=_within(_STEPS, limit))
         sizes = [min(sum(_CHUNKS), limit), min(sum(_CHUNKS), limit) - 5]
         ids, mask = _padded(batch(rows, sizes), sizes, model.config, left=True)

@@ -15,7 +15,7 @@ from patcher.loading.saving import saved_state_dict
 from patcher.patterns import compress
 from patcher.verification.comparing import Pair, Stage, UncheckedError, said
 from patcher.verification.layers import on_few_layers
-from patcher.verification.modules import Call, captured, run_alone
+from patcher.verification.modules import captured, run_alone
 from patcher.verification.numerics import Difference, difference, differences
 from patcher.verification.passes import Pass, Reference
 from patcher.verification.texts import parts_of
@@ -156,28 +156,19 @@ def _drawn_alike(pair: Pair, passes: Sequence[Pass], classes: Sequence[str], tol
         if not compared.message:
             return ""
         for path in classes:
-            call = calls.get(path)
             try:
-                if call is None:
-                    raise UncheckedError(path)
-                told = spread(*(_draws(pair, which, path, call) for which in ("eval", "stock", "ours")))
+                stock, ours = (model.get_submodule(path) for model in (pair.stock, pair.ours))
+                runs = [[run_alone(each, calls[path], seed)[0] for seed in range(DRAWS)] for each in (stock, ours)]
+                stock.eval()
+                told = spread(run_alone(stock, calls[path])[0], *runs)
+                stock.train()
             except Exception:  # it can't be run by itself
+                pair.stock.train()
                 runs = [[passes[0].of(model, seed)[0] for seed in range(DRAWS)] for model in (pair.stock, pair.ours)]
                 told = spread(torch.stack(runs[0]).mean(0), *runs)
             if told:
                 return f"{told}; {pair.blame(path)}"
     return ""
-
-
-def _draws(pair: Pair, which: str, path: str, call: Call) -> Any:
-    module = (pair.ours if which == "ours" else pair.stock).get_submodule(path)
-    if which != "eval":
-        return [run_alone(module, call, seed)[0] for seed in range(DRAWS)]
-    module.eval()
-    try:
-        return run_alone(module, call)[0]
-    finally:
-        module.train()
 
 
 def spread(center: torch.Tensor, stock: Sequence[torch.Tensor], ours: Sequence[torch.Tensor]) -> str:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from patcher.checkpoints.model_classes import config_of, model_class_of
-from patcher.compat.models import make_from_config
-from patcher.construction.in_force import unpatched
 from patcher.display.parts import Bar, Cell, Chart, Notes, Part, Table
-from patcher.display.shown import Shown
+from patcher.display.shown import Shown, numbered
 from patcher.errors import InvalidPatcherError, VerificationError
 from patcher.integrations import install
 from patcher.patterns import inside
@@ -28,9 +26,11 @@ from patcher.verification.checks import CHECKS, TOLERANCES, Run, stages_of
 from patcher.verification.comparing import Stage
 from patcher.verification.guilty import Guilty, guilty_of
 from patcher.verification.layer_errors import LayerErrors
-from patcher.verification.passes import seeded
-from patcher.verification.progress import progress as steps, quiet
-from patcher.verification.sides import Side, fitting_threads
+from patcher.verification.progress import under_way
+from patcher.verification.sides import Side, fitting_threads, side_of
+
+#: What `Verification.rows` has.
+HEADS = ("stage", "", "measured", "allowed", "seconds", "")
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ class Verification(Shown):
     stages: tuple[Stage, ...] = ()
     seconds: float = field(default=0.0, compare=False)
     guilty: Guilty | None = None
+
+    _also = ("passed", "failures")
 
     @property
     def passed(self) -> bool:
@@ -98,33 +100,32 @@ class Verification(Shown):
                 + (f"\nIt is {self.guilty}." if self.guilty else "")
             )
 
-    def to_dict(self) -> dict[str, Any]:
-        """All of it in dicts, lists, texts and numbers, for JSON; `passed` and `failures` besides."""
-        stages = [
-            {**vars(stage), "figures": dict(stage.figures), "layers": stage.layers and stage.layers.to_dict()}
-            for stage in self.stages
-        ]
-        return super().to_dict() | {"stages": stages, "passed": self.passed, "failures": list(self.failures)}
-
     def _headline(self) -> str:
         verdict = "the same as stock" if self.passed else "NOT the same as stock"
         counts = [(self.replaced, "replaced")] if self.replaced or not self.calling else []
         counts += [(self.calling, "with calls of replaced functions")] if self.calling else []
-        told = ", ".join(f"{count} module{'' if count == 1 else 's'} {what}" for count, what in counts)
+        told = ", ".join(f"{numbered(count, 'module')} {what}" for count, what in counts)
         return f"{self.model}: {told}, {verdict} ({self.dtype}, {self.checkpoint}, {self.seconds:.1f} s)"
 
     def _verdict(self) -> Cell:
         return Cell("PASSED", "good") if self.passed else Cell("FAILED", "bad")
 
-    def _parts(self) -> Iterator[Part]:
-        rows: list[tuple[str | Cell, ...]] = []
+    def figures(self, stage: str) -> dict[str, float]:
+        """What a stage has measured, by name; empty where it wasn't run, or not checked."""
+        return next((dict(each.figures) for each in self.stages if each.name == stage and each.checked), {})
+
+    def rows(self) -> Iterator[tuple[str | Cell, ...]]:
+        """The stages as rows of a table."""
         for stage in self.stages:
             figures = ", ".join(f"{name} {value:.3g}" for name, value in stage.figures)
-            limit = "" if stage.tolerance is None else f"{stage.tolerance:.1e}"
+            limit = "" if stage.tolerance in (None, math.inf) else f"{stage.tolerance:.1e}"
             state = Cell("-", "dim") if not stage.checked else Cell("passed", "good")
-            rows.append((stage.name, state if stage.passed else Cell("FAILED", "bad"), figures, limit))
-            rows[-1] += (f"{stage.seconds:.1f}", self._messages.get(stage.name, stage.message))
-        yield Table("Stages", ("stage", "", "measured", "allowed", "seconds", ""), rows)
+            state = state if stage.passed else Cell("FAILED", "bad")
+            message = self._messages.get(stage.name, stage.message)
+            yield stage.name, state, figures, limit, f"{stage.seconds:.1f}", message
+
+    def _parts(self) -> Iterator[Part]:
+        yield Table("Stages", HEADS, list(self.rows()))
         yield Notes("Guilty", [str(self.guilty)] if self.guilty else [], "bad")
         by_layer = sorted((stage for stage in self.stages if stage.layers), key=lambda stage: stage.passed)
         for layers in [stage.layers for stage in by_layer if stage.layers][:1]:  # of the first that failed, if one has
@@ -232,17 +233,11 @@ def verify(
         raise not_a_patcher("verify(model, {})", patcher)
     names = _checked(dtype, stages, quick)
     started = time.perf_counter()
-    config = config_of(model, options)
-    cls = model_class_of(config, model_class, model, options)
-    with _under_way("verifying", seed, names, progress) as (scratch, step):
-        folder, checkpoint = model, "" if isinstance(model, PretrainedConfig) else str(model)
-        if isinstance(model, PretrainedConfig):
-            step("a random checkpoint")
-            folder = unpatched(lambda: random_checkpoint(cls, config, scratch / "random", seed))
-            checkpoint = "random weights"
-        stock, patched = Side(cls, folder, options), Side(cls, folder, options, patcher)
+    with under_way("verifying", seed, _shares(names), progress) as (scratch, step), fitting_threads():
+        stock = side_of(model, options, scratch, seed, model_class)
+        patched = replace(stock, patcher=patcher)
         run = Run(stock, patched, dtype, seed, scratch, names, step, quick)
-        found = _found(run, checkpoint, repr(patcher), started)
+        found = _found(run, repr(patcher))
         if not found.passed:
             step("which member it is")
             found = replace(found, guilty=guilty_of(run, patcher, found.stages))
@@ -255,6 +250,7 @@ def compare(
     *,
     stages: Iterable[str] | None = None,
     quick: bool = False,
+    tolerance: float | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 0,
     progress: bool | None = None,
@@ -278,6 +274,8 @@ def compare(
         second: another one, which is to be the same.
         stages: those to run, as in `verify`.
         quick: run less, as in `verify`.
+        tolerance: how far outputs may be apart, relative to the magnitude of the first one's, in place of that of
+            `verify`: 0 for the same to the bit.
         dtype: what to compute in; by default that of a model in memory, else float32.
         seed: of random ids.
         progress: show the stages as they go, as in `verify`.
@@ -286,25 +284,41 @@ def compare(
     Raises:
         InvalidPatcherError: something that is neither a model nor the place of one.
     """
-    models = [each for each in (first, second) if isinstance(each, PreTrainedModel)]
+    with tempfile.TemporaryDirectory() as scratch:
+        theirs, mine = (_side(each, options, Path(scratch)) for each in (first, second))
+        return compared(theirs, mine, stages, quick, tolerance, dtype, seed, progress)
+
+
+def compared(
+    theirs: Side,
+    mine: Side,
+    stages: Iterable[str] | None = None,
+    quick: bool = False,
+    tolerance: float | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    progress: bool | None = None,
+) -> Verification:
+    """The same of two sides."""
+    models = [side.model for side in (theirs, mine) if side.model is not None]
     dtype = dtype or (models[0].dtype if models else torch.float32)
     names = _checked(dtype, stages, quick)
-    started = time.perf_counter()
-    with _under_way("comparing", seed, names, progress) as (scratch, step), ExitStack() as kept:
-        for model in models:
-            kept.enter_context(_as_it_was(model))
-        sides = [_side(each, options) for each in (first, second)]
-        run = Run(sides[0], sides[1], dtype, seed, scratch, names, step, quick)
-        places = ["in memory" if isinstance(each, PreTrainedModel) else str(each) for each in (first, second)]
-        return _found(run, places[0], f"the model {places[1]}", started)
+    with (
+        under_way("comparing", seed, _shares(names), progress) as (scratch, step),
+        fitting_threads(),
+        _kept(models),
+    ):
+        run = Run(theirs, mine, dtype, seed, scratch, names, step, quick, tolerance)
+        return _found(run, f"the model {mine.place}")
 
 
-def _found(run: Run, checkpoint: str, patcher: str, started: float) -> Verification:
+def _found(run: Run, patcher: str) -> Verification:
     """What all stages of a run find."""
+    started = time.perf_counter()
     stages = tuple(run.stages())
     return Verification(
         model=run.theirs.class_name,
-        checkpoint=checkpoint,
+        checkpoint=run.theirs.place,
         patcher=patcher,
         dtype=str(run.dtype).removeprefix("torch."),
         replaced=run.replaced,
@@ -315,7 +329,7 @@ def _found(run: Run, checkpoint: str, patcher: str, started: float) -> Verificat
     )
 
 
-def _side(model: Any, options: dict[str, Any]) -> Side:
+def _side(model: Any, options: dict[str, Any], scratch: Path) -> Side:
     if isinstance(model, PreTrainedModel):
         return Side(model=model, name="the second model")
     if not isinstance(model, str | os.PathLike):
@@ -323,8 +337,7 @@ def _side(model: Any, options: dict[str, Any]) -> Side:
             f"compare takes models, repo ids and folders, found {model!r} ({type(model).__name__}); "
             "for a config, write verify(config, patcher)."
         )
-    cls = model_class_of(config_of(model, options), None, model, options)
-    return Side(cls, model, options, name=str(model))
+    return replace(side_of(model, options, scratch, 0), name=str(model))
 
 
 def _checked(dtype: torch.dtype, stages: Iterable[str] | None, quick: bool) -> tuple[str, ...]:
@@ -336,26 +349,15 @@ def _checked(dtype: torch.dtype, stages: Iterable[str] | None, quick: bool) -> t
     return stages_of(stages, quick)
 
 
-@contextmanager
-def _under_way(
-    doing: str, seed: int, names: Iterable[str], shown: bool | None
-) -> Iterator[tuple[Path, Callable[[str], None]]]:
-    """An empty folder, and what is told of each stage; all that is global stays as it is."""
-    shares = {name: CHECKS[name].share for name in names}
-    with (
-        global_state_kept(seed),
-        tempfile.TemporaryDirectory() as name,
-        steps(doing, shares, shown) as step,
-        quiet(),
-    ):
-        yield Path(name), step
+def _shares(names: Iterable[str]) -> dict[str, float]:
+    return {name: CHECKS[name].share for name in names}
 
 
 @contextmanager
-def _as_it_was(model: PreTrainedModel) -> Iterator[None]:
-    """Afterwards a model of the caller is in the mode in which it was, and has the gradients that it had."""
-    modes = [(module, module.training) for module in model.modules()]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+def _kept(models: Iterable[PreTrainedModel]) -> Iterator[None]:
+    """Afterwards models of the caller are in the mode in which they were, and have the gradients that they had."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    gradients = [(parameter, parameter.grad) for model in models for parameter in model.parameters()]
     try:
         for parameter, _ in gradients:
             parameter.grad = None
@@ -365,33 +367,3 @@ def _as_it_was(model: PreTrainedModel) -> Iterator[None]:
             module.training = training
         for parameter, gradient in gradients:
             parameter.grad = gradient
-
-
-def random_checkpoint(cls: Any, config: PretrainedConfig, folder: Path, seed: int) -> Path:
-    """Every parameter gets values of its own: with the zeros and ones of an initialisation much would go unseen."""
-    model = make_from_config(cls, config, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in filter(torch.is_floating_point, model.parameters()):
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() > 1:
-                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
-            else:
-                parameter.add_(noise * 0.1)
-    model.save_pretrained(folder)
-    return folder
-
-
-@contextmanager
-def global_state_kept(seed: int) -> Iterator[None]:
-    """Nothing of the random states, the default dtype, the gradient mode and the threads goes in or comes out.
-
-    What is verified, replacements included, may draw and set what it likes.
-    """
-    dtype = torch.get_default_dtype()
-    try:
-        with seeded(seed), torch.inference_mode(False), torch.enable_grad(), fitting_threads():
-            torch.set_default_dtype(torch.float32)
-            yield
-    finally:
-        torch.set_default_dtype(dtype)

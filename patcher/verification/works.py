@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from patcher.compat.models import cache_argument
 from patcher.errors import InvalidPatcherError
-from patcher.patterns import did_you_mean
-from patcher.verification.inputs import chosen_passes
+from patcher.verification.comparing import requested
+from patcher.verification.inputs import chosen_passes, processed, processor_of
 from patcher.verification.numerics import floating_tensors
-from patcher.verification.passes import fitted, parameters_of
-from patcher.verification.processors import processed, processor_of
+from patcher.verification.passes import device_of, fitted, parameters_of
 from patcher.verification.sides import Side
 from patcher.verification.texts import batch, token_rows
 
@@ -66,12 +66,14 @@ class Work:
         arguments: those of the forward.
         title: what the batch is called.
         parts: of `MEASURES` those that are done.
+        cache: what the model calls the cache that it takes.
         times: how often, each time.
     """
 
     arguments: Mapping[str, Any]
     title: str
     parts: Sequence[str]
+    cache: str = ""
     times: int = 1
 
     def name(self, part: str) -> str:
@@ -103,14 +105,14 @@ class Work:
         last = {"logits_to_keep": 1} if "logits_to_keep" in parameters_of(model) else {}
         with torch.no_grad():
             with clock.measuring(self.name("prefill")):
-                memory = model(**arguments, use_cache=True, **last).past_key_values
+                memory = getattr(model(**arguments, use_cache=True, **last), self.cache)
             ids, mask = arguments["input_ids"][:, -1:], arguments.get("attention_mask")
             with clock.measuring(self.name("decode")):
                 for _ in range(STEPS):
                     if mask is not None:
                         mask = torch.cat([mask, mask[:, -1:]], 1)
                     masked = {} if mask is None else {"attention_mask": mask}
-                    model(input_ids=ids, past_key_values=memory, use_cache=True, **masked)
+                    model(input_ids=ids, **{self.cache: memory}, use_cache=True, **masked)
 
     def _train(self, model: Any, arguments: dict[str, Any], clock: Clock) -> None:
         uncached = {"use_cache": False} if "use_cache" in parameters_of(model) else {}
@@ -175,22 +177,14 @@ class _Memory:
         return None if most is None or self._before is None else most - self._before
 
 
-def device_of(model: Any) -> torch.device:
-    """Where its first weight is."""
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-
-
 def parts_to_measure(measures: Sequence[str] | str | None) -> tuple[str, ...]:
     """What is measured, in order.
 
     Raises:
         InvalidPatcherError: there is no such measure.
     """
-    names = MEASURES if measures is None else (measures,) if isinstance(measures, str) else tuple(measures)
-    for name in sorted(set(names) - MEASURES.keys()):
-        hint = did_you_mean(name, MEASURES, f"they are {', '.join(MEASURES)}.")
-        raise InvalidPatcherError(f"measures={name!r}: there is no such measure; {hint}")
-    return tuple(name for name in MEASURES if name in names)
+    names = MEASURES if measures is None else [measures] if isinstance(measures, str) else measures
+    return requested("measure", names, MEASURES)
 
 
 def works_of(model: Any, side: Side, inputs: Any, parts: Sequence[str], seconds: float, seed: int) -> list[Work]:
@@ -204,7 +198,7 @@ def works_of(model: Any, side: Side, inputs: Any, parts: Sequence[str], seconds:
     Raises:
         InvalidPatcherError: inputs that stock doesn't run.
     """
-    is_decoder = model.can_generate() and "past_key_values" in parameters_of(model)
+    is_decoder = model.can_generate() and cache_argument(model) is not None
     is_decoder = is_decoder and not model.config.is_encoder_decoder
     kinds = [part for part in parts if part not in ("load", "memory")]
     kinds = [part for part in kinds if part not in (("forward",) if is_decoder else ("prefill", "decode"))]
@@ -226,6 +220,7 @@ def _work(arguments: dict[str, Any], kinds: Sequence[str], *, is_trained: bool) 
 
 def _runnable(model: Any, work: Work, is_given: bool) -> tuple[Work, float]:
     """Of its parts those that stock runs, several times where they are short; and the seconds that they take."""
+    work = replace(work, cache=cache_argument(model) or "")
     try:
         taken = sum(work.run(model).values())
     except Exception as error:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from tests.benchmarks.measuring import line, median, ratio, taking_turns
+from tests.support.caches import CACHE
 
 THREADS = 2
 
@@ -49,7 +50,7 @@ def first_step(model: Any, states: torch.Tensor) -> Callable[[], None]:
     def step() -> None:
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         with torch.no_grad():
-            model.model.decoder(input_ids=tokens, encoder_hidden_states=states, past_key_values=cache)
+            model.model.decoder(input_ids=tokens, encoder_hidden_states=states, **{CACHE: cache})
 
     return step
 

@@ -20,6 +20,7 @@ from transformers import DeepseekV3Config, PretrainedConfig, Qwen3NextConfig
 
 from tests.benchmarks.forwards import prefill
 from tests.benchmarks.measuring import line, median, ratio, taking_turns
+from tests.support.caches import CACHE
 
 THREADS = 2
 CACHED = PROMPT = 128
@@ -62,11 +63,11 @@ def decoding(model: Any, batch: int, cached: int) -> Callable[[], None]:
     """One token a row after those before: a state that is recurrent can't be set back."""
     tokens = torch.arange(batch * cached).view(batch, cached) % model.config.vocab_size
     with torch.no_grad():
-        cache = model(tokens, use_cache=True, logits_to_keep=1).past_key_values
+        cache = model(tokens, use_cache=True, logits_to_keep=1)[CACHE]
 
     def step() -> None:
         with torch.no_grad():
-            model(tokens[:, :1], past_key_values=cache)
+            model(tokens[:, :1], **{CACHE: cache})
 
     return step
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tests.support.caches import CACHE
+
 __all__ = ["decode_step", "prefill"]
 
 
@@ -24,7 +26,7 @@ def decode_step(model: Any, batch: int, cached: int) -> Callable[[], None]:
 
     def step() -> None:
         with torch.no_grad():
-            model(tokens, past_key_values=cache)
+            model(tokens, **{CACHE: cache})
         cache.crop(-1)
 
     return step

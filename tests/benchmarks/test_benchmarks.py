@@ -24,6 +24,7 @@ from tests.benchmarks.forwards import decode_step
 from tests.benchmarks.measuring import ratio, taking_turns
 from tests.benchmarks.models import write_checkpoint
 from tests.benchmarks.peers import PLAIN
+from tests.support.caches import CACHE
 from tests.support.tiny import build_tiny, tiny_llama_config
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +66,7 @@ def test_a_step_of_decoding_can_be_repeated() -> None:
     step = decode_step(model, batch=3, cached=5)
     lengths = []
     model.model.layers[-1].self_attn.register_forward_hook(
-        lambda module, given, keywords, output: lengths.append(keywords["past_key_values"].get_seq_length()),
+        lambda module, given, keywords, output: lengths.append(keywords[CACHE].get_seq_length()),
         with_kwargs=True,
     )
     step()

@@ -27,7 +27,7 @@ from patcher.codegen import PatchConfig
 config = PatchConfig("transformers.models.llama.modeling_llama", "patched.py")
 config.replace_function("rotate_half", "def rotate_half(x):\\n    return x\\n")
 """
-COMMANDS = ["presets", "plan", "verify", "bench", "diff", "fingerprint", "codegen"]
+COMMANDS = ["presets", "plan", "verify", "bench", "diff", "export", "fingerprint", "codegen"]
 
 
 def run(*arguments: Any) -> Any:
@@ -392,7 +392,7 @@ def test_where_no_preset_fits_the_reason_is_said(tmp_path: Path) -> None:
     GPT2Config().save_pretrained(tmp_path)
     done = run("presets", tmp_path)
     assert done.exit_code == 0
-    assert "no preset was verified on models of the type 'gpt2'" in done.stdout
+    assert "No preset was verified on models of the type 'gpt2'" in done.stdout
     assert "'gpt2'" in json.loads(run("presets", tmp_path, "--json").stdout)["reason"]
 
 
@@ -461,6 +461,13 @@ def test_a_preset_that_is_none_exits_with_2(folder: Path, arguments: list[str], 
     done = run(*(folder if argument == "FOLDER" else argument for argument in arguments))
     assert (done.exit_code, done.stdout) == (2, "")
     assert re.search(message, said(done)), done.stderr
+
+
+def test_the_help_of_codegen_lists_its_commands() -> None:
+    for option in ("--help", "-h"):
+        shown = run("codegen", option).output
+        assert re.search(r"verify +Check that the models of a file compute as stock\.", shown)
+        assert re.search(r"generate +Generate modeling files with patches in them, from configs\.", shown)
 
 
 @pytest.mark.process

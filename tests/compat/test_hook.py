@@ -6,14 +6,23 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import accelerate
 import pytest
 import transformers
-from transformers import LlamaForCausalLM, PreTrainedModel, modeling_utils
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    modeling_utils,
+    pipelines,
+)
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import patcher
@@ -137,6 +146,33 @@ def test_the_hook_keeps_signature_and_documentation() -> None:
     assert "pretrained_model_name_or_path" in inspect.signature(PreTrainedModel.from_pretrained).parameters
     assert PreTrainedModel.from_pretrained.__doc__
     assert "save_directory" in inspect.signature(PreTrainedModel.save_pretrained).parameters
+
+
+SHOWN = [
+    (PreTrainedModel.from_pretrained, "pretrained_model_name_or_path"),
+    (LlamaForCausalLM.from_pretrained, "pretrained_model_name_or_path"),
+    (LlamaForCausalLM._from_config, "config"),
+    (AutoModelForCausalLM.from_pretrained, "pretrained_model_name_or_path"),
+    (AutoModel.from_config, "config"),
+    (pipelines.pipeline, "task"),
+]
+
+
+@pytest.mark.parametrize(("function", "first"), SHOWN, ids=lambda each: getattr(each, "__qualname__", each))
+def test_editors_are_shown_the_argument(function: Callable[..., Any], first: str) -> None:
+    """What completes arguments in a notebook goes by the signature."""
+    parameters = inspect.signature(function).parameters
+    assert (next(iter(parameters)), list(parameters)[-2:]) == (first, ["patcher", "kwargs"])
+    assert parameters["patcher"].default is None
+    assert parameters["patcher"].annotation == Patcher | None
+
+
+@pytest.mark.process
+def test_auto_classes_that_are_imported_later_show_the_argument() -> None:
+    run(
+        "import patcher; patcher.install(); from transformers import AutoModel; from inspect import signature; "
+        "assert 'patcher' in signature(AutoModel.from_pretrained).parameters"
+    )
 
 
 @pytest.mark.parametrize("value", ["LlamaMLP", {"LlamaMLP": object}, 3, patcher.Patcher])

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaForCausalLM, modeling_utils
 from transformers.core_model_loading import WeightRenaming
 from transformers.distributed import DistributedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
+from transformers.utils.deprecation import deprecate_kwarg
 
 from patcher import InvalidPatcherError, PatchConstructionError, Patcher, plan
 from patcher.monkey_patching import clear_patch_mapping, register_patch_mapping
@@ -77,7 +79,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"LlamaMLP": Raising},
         r"Raising could not be built in place of LlamaMLP, in __init__ of LlamaDecoderLayer "
         r"\(modeling_llama\.py:\d+\): ValueError: no such width\n"
-        r"It was called as Raising\(<LlamaConfig>\)\. A replacement is built from the very arguments of "
+        r"It was called as Raising\(<LlamaConfig>\)\. A replacement is constructed with the arguments of "
         r"LlamaMLP\.__init__",
     ),
     "other arguments": (
@@ -208,6 +210,39 @@ def test_what_is_no_module_of_torch_is_named(
     build(Patcher(following(str(caught.value))))
 
 
+class OfOlderReleases(LlamaMLP):
+    def forward(self, states: torch.Tensor, **kwargs: Any) -> Any:
+        return super().forward(states)
+
+
+class OfBoth(LlamaMLP):
+    def forward(self, states: torch.Tensor, x: torch.Tensor | None = None) -> Any:
+        return super().forward(states if x is None else x)
+
+
+def test_a_parameter_that_transformers_has_renamed(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that goes into the `**kwargs` of an attention is lost: 5.24 renamed `past_key_values` to `cache`."""
+    renaming = deprecate_kwarg("states", "99.0.0", new_name="x")
+    monkeypatch.setattr(LlamaMLP, "forward", renaming(LlamaMLP.forward))
+    said = (
+        r"OfOlderReleases.forward has a parameter 'states', which is called 'x' in LlamaMLP.forward of transformers "
+        rf"{re.escape(transformers.__version__)}, so what is given would be ignored\. Call it 'x'"
+    )
+    for load in (
+        lambda: LlamaForCausalLM.from_pretrained(llama, patcher=Patcher({"LlamaMLP": OfOlderReleases}, strict=False)),
+        lambda: LlamaForCausalLM.from_pretrained(
+            llama, patcher=Patcher(module_mapping={"model.layers.0.mlp": OfOlderReleases})
+        ),
+        lambda: Patcher({"LlamaMLP": OfOlderReleases}).apply(LlamaForCausalLM.from_pretrained(llama)),
+    ):
+        with pytest.raises(PatchConstructionError, match=said):
+            load()
+    planned = plan(llama, Patcher({"LlamaMLP": OfOlderReleases}))
+    assert re.search(said, planned.problems[0])
+    for right in (OfBoth, OwnMLP):
+        LlamaForCausalLM.from_pretrained(llama, patcher=Patcher({"LlamaMLP": right}))
+
+
 def test_the_cause_is_the_very_error(llama: Path) -> None:
     with pytest.raises(PatchConstructionError, match="no such width") as caught:
         LlamaForCausalLM.from_pretrained(llama, patcher=Patcher({"LlamaMLP": Raising}))
@@ -304,7 +339,7 @@ def test_without_a_patcher_nothing_is_covered_or_looked_for(llama: Path, monkeyp
     LlamaForCausalLM(tiny_llama_config())
 
 
-@pytest.mark.filterwarnings("ignore:The patcher asks for")
+@pytest.mark.filterwarnings("ignore:These parts of the patcher")
 def test_a_patched_load_imports_nothing(llama: Path) -> None:
     """Row 11, structurally: today's registry imports all of transformers when it looks for names."""
     LlamaForCausalLM.from_pretrained(llama)

@@ -25,6 +25,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from patcher import PatchConstructionError, Patcher
 from tests.support import shared
+from tests.support.caches import CACHE
 from tests.support.checkpoints import same_checkpoint
 from tests.support.replacements import OWN, OwnLayer, OwnMLP, same_output
 from tests.support.tiny import (
@@ -53,7 +54,7 @@ class OwnLlama(LlamaPreTrainedModel, GenerationMixin):
     def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> CausalLMOutputWithPast:
         outputs = self.model(input_ids, **kwargs)
         logits = self.lm_head(outputs.last_hidden_state)
-        return CausalLMOutputWithPast(logits=logits, past_key_values=outputs.past_key_values)
+        return CausalLMOutputWithPast(logits=logits, **{CACHE: outputs[CACHE]})
 
 
 class BareLlama(PreTrainedModel, GenerationMixin):

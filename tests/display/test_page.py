@@ -176,7 +176,7 @@ ON = {
     "quiet": ("back", "raised", "bad-back"),
     "good": ("back", "good-back"),
     "bad": ("back", "bad-back"),
-    "warning": ("back",),
+    "warning": ("back", "warning-back"),
     "changed": ("changed-back",),
 }
 

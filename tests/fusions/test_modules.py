@@ -123,11 +123,11 @@ def test_two_of_a_family_that_overlap_conflict(other: Any, llama: Path) -> None:
     [
         (
             "model.layers.{0..3}.self_atn",
-            r"is asked for at 'model\.layers\.\{0\.\.3\}\.self_atn', where the model has no module; "
+            r"is requested at 'model\.layers\.\{0\.\.3\}\.self_atn', where the model has no module; "
             r"nearest: model\.layers\.\{0\.\.3\}\.self_attn",
         ),
         ("model.layers.{4..9}.self_attn", r"has no module; nearest: model\.layers\.\{0\.\.3\}\.self_attn"),
-        (["model.layers.0.self_attn", "zzz"], r"is asked for at 'zzz', where the model has no module\n"),
+        (["model.layers.0.self_attn", "zzz"], r"is requested at 'zzz', where the model has no module\n"),
         (
             "model.layers.1",
             r"can't fuse any module that 'model\.layers\.1' names; what is inside .* would be model\.layers\.1\.\*\*",

@@ -473,5 +473,17 @@ def test_a_fused_class_is_shown_without_what_all_fused_classes_have(fusion: str)
     text = str(diff(tiny_llama_config(), Patcher(fusions=[fusion])))
 
     assert ".split(self." in text
-    assert "text-indent:-8ch" in diff(tiny_llama_config(), Patcher(fusions=[fusion]))._repr_html_()  # of a method
+    assert "Rewritten by" not in text
+    assert "text-indent:-12ch" in diff(tiny_llama_config(), Patcher(fusions=[fusion]))._repr_html_()  # of a method
     assert not re.findall(r"^\+.*(?:_made_by|__setattr__|_joined|fuse_in_place|def are_values)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("config", "fusion"), [(tiny_mixtral_config, "sequential_experts"), (tiny_qwen2_vl_config, "patch_embeddings")]
+)
+def test_of_a_class_that_is_written_only_what_its_forward_runs_is_shown(config: Any, fusion: str) -> None:
+    (entry,) = diff(config(), Patcher(fusions=fusion)).classes
+    added = {line[1:].strip() for line in changed(entry.text) if line[0] == "+"}
+    internal = re.compile(r"@classmethod|_\w+ ?[:=]|# _|def (?:stacks|from_module|__setattr__)")
+    assert not list(filter(internal.match, added))
+    assert any(line.startswith(("def run_expert", "output: torch.Tensor =")) for line in added)

@@ -115,7 +115,10 @@ def held(folder: Path, auto: Any, patcher: Patcher, **options: Any) -> tuple[Pla
     assert "\n".join(planned.warnings) == "\n".join(said)  # a load says all at once
     assert tuple(text for text, _ in planned.conversions_added) == report.conversions_added
     fired = {text for text, _ in report.conversions_fired}
-    assert {text for text, keys in (*planned.conversions_added, *planned.conversions_kept) if keys} <= fired
+    assert {text for text, keys in planned.conversions_added if keys} <= fired
+    # From 5.24 on a model that was dequantized as it was loaded has the conversions that it has without a quantizer.
+    kept = {text.partition(" [")[0].rpartition(" -> ")[2] for text in fired}
+    assert {text.partition(" [")[0].rpartition(" -> ")[2] for text, keys in planned.conversions_kept if keys} <= kept
     assert {text for text, keys in planned.conversions_added if not keys}.isdisjoint(fired)
     assert set(planned.missing) == set(info["missing_keys"])
     assert set(planned.left_over) == set(info["unexpected_keys"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import struct
 import subprocess
 import sys
@@ -47,7 +48,7 @@ def test_of_a_repo_only_the_config_and_the_headers_are_fetched(sharded: bool, tm
         sent = dict(hub.sent)
     assert (name, file) == ("someone/tiny", "(model.safetensors.index.json)" if sharded else "(model.safetensors)")
     assert rest == [str(len(plan(folder, Patcher(fusions="qkv")).weights)), "0"]
-    # The first 100 kB of a file hold nearly any header, so that is what is asked for at once.
+    # The first 100 kB of a file hold nearly any header, so that is what is requested at once.
     assert all(sent[name] <= 100_001 for name in weights)
     assert set(sent) - {""} <= {*weights, "config.json", "model.safetensors.index.json"}
     assert sum(sent[name] for name in weights) < sum((folder / name).stat().st_size for name in weights) / 8
@@ -167,3 +168,24 @@ def test_a_model_of_671_billion_parameters_is_planned_in_seconds(
         files = dict.fromkeys(names, SHARDS[0])
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     assert float(fresh.run(LARGE, tmp_path, kind).stdout) < 2
+
+
+@pytest.mark.process
+def test_a_hub_that_can_not_be_reached_is_asked_once(tmp_path: Path) -> None:
+    """What was meant is most likely a folder, whose name is misspelt."""
+    code = """
+from patcher import InvalidPatcherError, Patcher, plan
+
+try:
+    plan("no_such_folder", Patcher(fusions="qkv"))
+except InvalidPatcherError as error:
+    print(error)
+"""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    online = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, env={**os.environ, **online}, capture_output=True, text=True, check=True)
+    assert "There is no such folder: write the path of one that is there, or a repo that can" in done.stdout
+    assert f"(http://127.0.0.1:{port} can't be reached: " in done.stdout
+    assert "Retry" not in done.stderr

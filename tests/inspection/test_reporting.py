@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MixtralForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
@@ -329,3 +330,18 @@ def test_a_filter_and_a_conversion_of_ours_are_both_told(llama: Path) -> None:
     assert len(said.conversions_added) == 1
     assert "nowhere" in " ".join(said.warnings)
     assert "nowhere" in str(said)
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
+def test_of_a_function_it_is_said_how_many_modules_call_it(llama: Path) -> None:
+    patcher = Patcher(function_mapping={"rotate_half": rotated})
+    shown = report(LlamaForCausalLM.from_pretrained(llama, patcher=patcher))
+    assert shown.calling == len(shown.functions[0][2]) * 2 == 2
+    assert str(shown).startswith("LlamaForCausalLM: 1 function replaced (in calls of 2 modules), loaded in ")
+    assert "1 function would be replaced (in calls of 2 modules); " in str(plan(llama, patcher))
+    joined = report(LlamaForCausalLM.from_pretrained(llama, patcher=patcher | Patcher(fusions="gate_up")))
+    assert str(joined).startswith("LlamaForCausalLM: 2 modules and 1 function replaced (in calls of 2 modules)")

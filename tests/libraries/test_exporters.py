@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, VideoLlama3VisionConfig, VideoLlama3V
 
 from patcher import Patcher
 from patcher.fusions import SequentialExperts
+from tests.support.caches import CACHE
 from tests.support.tiny import (
     build_tiny,
     randomize,
@@ -126,7 +127,7 @@ def test_prefill_and_decoding_with_a_cache_in_onnx_runtime() -> None:
         with torch.no_grad():
             expected = part(**given)
         torch.testing.assert_close(found.logits, expected.logits, atol=1e-5, rtol=0)
-        for one, other in zip(found.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        for one, other in zip(getattr(found, CACHE).layers, getattr(expected, CACHE).layers, strict=True):
             torch.testing.assert_close((one.keys, one.values), (other.keys, other.values), atol=1e-5, rtol=0)
 
 

@@ -25,8 +25,9 @@ from transformers.models.bert.modeling_bert import BertIntermediate
 from transformers.models.llama import modeling_llama
 
 from patcher import PatchedWeightsError, Patcher
+from patcher.layouts.transforms import describe
 from tests.support import shared
-from tests.support.replacements import JOINED, OWN, Both, OwnMLP, With, Without, classes, same_output
+from tests.support.replacements import JOIN, JOINED, OWN, Both, OwnMLP, With, Without, classes, same_output
 from tests.support.tiny import save_tiny, tiny_bert_config, tiny_llama_config
 
 
@@ -56,8 +57,8 @@ class Wide(OwnMLP):
 
 
 def line_to_add(error: Exception) -> dict[str, Any]:
-    """The keyword arguments in "If that is meant, add to the Patcher: ..."."""
-    (line,) = re.findall(r"If that is meant, add to the Patcher: (.*)", str(error))
+    """The keyword arguments in "If they are meant to be new, add to the Patcher: ..."."""
+    (line,) = re.findall(r"If they are meant to be [ a-z]+, add to the Patcher: (.*)", str(error))
     added = eval(f"dict({line})")
     assert isinstance(added, dict)
     return added
@@ -87,10 +88,8 @@ def line_to_add(error: Exception) -> dict[str, Any]:
             Wide,
             {"ignore_mismatched_sizes": True},
             [
-                "Not in the checkpoint, so these would keep what __init__ gave them:",
-                "  model.layers.{0..1}.mlp.up_proj.weight",
-                "  (model.layers.0.mlp.up_proj.weight: found (96, 64), expected (96, 65))",
-                "  (model.layers.1.mlp.up_proj.weight: found (96, 64), expected (96, 65))",
+                "Not of the shape that the model has:",
+                "  model.layers.{0..1}.mlp.up_proj.weight: the checkpoint has (96, 64), the model has (96, 65)",
             ],
             {"new_weights": [r"\.up_proj\.weight$"]},
         ),
@@ -111,7 +110,9 @@ def test_weights_that_do_not_fit_are_listed_and_the_line_to_add_is_all_that_it_t
         load(llama, patcher, **options)
     lines = str(caught.value).splitlines()
     assert [line for line in lines if line in listed] == listed
-    assert "extra_weight_conversions=[WeightConverter(" in lines[-1]
+    *_, conversion, declaration = [line for line in lines if "ignore_mismatched_sizes" not in line]
+    assert "extra_weight_conversions=[WeightConverter(" in conversion
+    assert declaration.startswith("If they are meant to be ")
     assert line_to_add(caught.value) == added
     model = load(llama, patcher.replace(**line_to_add(caught.value)), **options)
     assert type(model.model.layers[0].mlp) is replacement
@@ -120,10 +121,33 @@ def test_weights_that_do_not_fit_are_listed_and_the_line_to_add_is_all_that_it_t
 
 
 def test_a_shape_that_differs_is_our_error_where_stock_raises_its_own(llama: Path) -> None:
-    with pytest.raises(PatchedWeightsError, match=r"mlp\.up_proj\.weight: found \(96, 64\), expected \(96, 65\)"):
+    with pytest.raises(PatchedWeightsError, match=r"mlp\.up_proj\.weight: the checkpoint has \(96, 64\), the model"):
         load(llama, Patcher({"LlamaMLP": Wide}))
     with pytest.raises(RuntimeError, match=r"size mismatch|mismatched"):
         load(llama, Patcher({"LlamaMLP": Wide}, new_weights="up_proj"))
+
+
+class TooWide(OwnMLP):
+    """Takes a joined weight of two projections for three."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        del self.gate_proj, self.up_proj
+        self.gate_up_proj = nn.Linear(config.hidden_size, 3 * config.intermediate_size, bias=False)
+
+
+def test_a_conversion_that_makes_another_shape_is_named_with_both_shapes(llama: Path) -> None:
+    """To correct it is offered before declaring the weight new, which would leave it random."""
+    with pytest.raises(PatchedWeightsError) as caught:
+        load(llama, Patcher({"LlamaMLP": TooWide}, extra_weight_conversions=JOIN))
+    assert str(caught.value) == (
+        "The replaced modules and the checkpoint don't fit together.\n"
+        "Not of the shape that the model has:\n"
+        f"  model.layers.{{0..1}}.mlp.gate_up_proj.weight: {describe(JOIN)} makes (192, 64), the model has (288, 64)\n"
+        "Correct the conversion, or give the parameter the shape that the conversion makes.\n"
+        r"If they are meant to be new, add to the Patcher: new_weights=['\\.gate_up_proj\\.weight$']"
+        "\nWhere shapes differ, load with ignore_mismatched_sizes=True as well."
+    )
 
 
 class WithExtra(modeling_llama.LlamaAttention):

@@ -186,7 +186,7 @@ def test_what_is_refused_leaves_the_folder_as_it_is(fused: Any, stock: Path, lay
     nameless = LlamaForCausalLM.from_pretrained(stock, patcher=JOINED)
     with pytest.raises(PatchedWeightsError, match="nothing can load by name"):
         nameless.save_pretrained(layout, save_original_format=False)
-    with pytest.raises(InvalidPatcherError, match=r"variant='fp16' was asked for together with save_orig"):
+    with pytest.raises(InvalidPatcherError, match=r"variant='fp16' was requested together with save_orig"):
         fused.save_pretrained(layout, save_original_format=False, variant="fp16")
     for model in (fused, LlamaForCausalLM(tiny_llama_config())):
         with pytest.raises(InvalidPatcherError, match=r"variant='patcher' is how weights in a runtime layout are"):

@@ -14,7 +14,7 @@ from transformers.core_model_loading import Concatenate, WeightConverter, Weight
 from patcher import PatchedWeightsError, Patcher, PatcherWarning, UnmatchedPatchError, plan, report
 from patcher.loading.judgement import missing_conversions
 from tests.support import shared
-from tests.support.replacements import JOINED, OWN, Both, With, joining
+from tests.support.replacements import JOIN, JOINED, OWN, Both, JoinedMLP, With, joining
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
 
 
@@ -89,6 +89,20 @@ def test_a_source_that_took_nothing_is_named_where_others_took_some(llama: Path)
     text = r"'mlp\.gate_prj\.weight' of .* took no tensor; nearest: model\.layers\.\{0\.\.1\}\.mlp\.gate_proj\.weight"
     with pytest.raises(PatchedWeightsError, match=text):
         load(llama, JOINED.replace(extra_weight_conversions=wrong))
+
+
+def test_a_conversion_of_a_class_that_names_the_module_is_said_to(llama: Path) -> None:
+    """Its names would be found, and what they make there is: the reason is where it is written."""
+    named = type("NamedMLP", (JoinedMLP,), {"conversion_mapping": [JOIN]})
+    text = r"took no tensor: names in the conversion_mapping of a class begin inside of the module that it replaces"
+    with pytest.raises(UnmatchedPatchError, match=rf"NamedMLP\.conversion_mapping: .* {text}"):
+        load(llama, Patcher({"LlamaMLP": named}))
+    inside = type(
+        "NamedMLP",
+        (JoinedMLP,),
+        {"conversion_mapping": [joining("gate_proj.weight", "up_proj.weight", target="gate_up_proj.weight")]},
+    )
+    load(llama, Patcher({"LlamaMLP": inside}))
 
 
 def test_a_report_says_that_swapped_sources_are_not_seen(llama: Path) -> None:

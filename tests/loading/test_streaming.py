@@ -323,7 +323,7 @@ def test_a_stream_that_breaks_off_is_no_whole_one() -> None:
 
 @pytest.mark.parametrize("only_on", [1, -1, "0"])
 def test_a_process_that_there_is_not_is_given_nothing(only_on: Any) -> None:
-    with pytest.raises(InvalidPatcherError, match=r"is none of the 1 processes.*only_on=0"):
+    with pytest.raises(InvalidPatcherError, match=r"isn't one of the 1 processes.*only_on=0"):
         next(checkpoint_weights(build_tiny(tiny_llama_config()), only_on=only_on))
 
 

@@ -52,7 +52,7 @@ def load(folder: Path, patcher: Patcher, **options: Any) -> Any:
 )
 def test_a_class_key_that_matches_nothing_is_named_with_what_was_meant(key: str, text: str, llama: Path) -> None:
     patcher = OWN | Patcher({key: OwnMLP})
-    with pytest.raises(UnmatchedPatchError, match=rf"(?s)asks for what it can't do in LlamaForCausalLM:\n.*{text}"):
+    with pytest.raises(UnmatchedPatchError, match=rf"(?s)have no effect in LlamaForCausalLM:\n.*{text}"):
         load(llama, patcher)
     with pytest.raises(UnmatchedPatchError, match=text):
         AutoModelForCausalLM.from_config(tiny_llama_config(), patcher=patcher)
@@ -75,7 +75,7 @@ def test_all_that_matches_nothing_is_said_at_once(moe: Path) -> None:
         Qwen2MoeForCausalLM.from_pretrained(moe, patcher=patcher.replace(class_mapping={}))
     assert str(caught.value).count("\n  ") == 2
     with pytest.raises(
-        UnmatchedPatchError, match=r"^The patcher 'mine' asks for what it can't do in Qwen2MoeFor"
+        UnmatchedPatchError, match=r"^These parts of the patcher 'mine' have no effect in Qwen2MoeFor"
     ) as e:
         Qwen2MoeForCausalLM.from_pretrained(moe, patcher=patcher)
     assert str(e.value).count("\n  ") == 2
@@ -111,7 +111,7 @@ def test_a_conversion_that_does_nothing_is_named_with_what_was_meant(
     changes: dict[str, Any], text: str, moe: Path
 ) -> None:
     patcher = Patcher(**changes)
-    with pytest.raises(UnmatchedPatchError, match=f"asks for what it can't do in Qwen2MoeForCausalLM:\n  {text}"):
+    with pytest.raises(UnmatchedPatchError, match=f"have no effect in Qwen2MoeForCausalLM:\n  {text}"):
         Qwen2MoeForCausalLM.from_pretrained(moe, patcher=patcher)
     with pytest.raises(UnmatchedPatchError, match=text), patcher.applied():
         Qwen2MoeForCausalLM.from_pretrained(moe)

@@ -42,6 +42,7 @@ ORDER = (
     "codegen",
     "inspection",
     "verification",
+    "publishing",
     "training",
     "monkey_patching",
     "",  # `patcher` itself: the public names, resolved when they are first used

@@ -98,7 +98,7 @@ def test_methods_of_a_config_exist() -> None:
 
 
 def test_options_of_codegen_exist() -> None:
-    shown = CliRunner().invoke(app, ["codegen", "--help"], env={"COLUMNS": "200"}).output
+    shown = CliRunner().invoke(app, ["codegen", "generate", "--help"], env={"COLUMNS": "200"}).output
 
     for option in ["-o", "-c", "--list", "--all", "--dry-run", "--diff", "-v", "--check", "--fix"]:
         assert option in shown

@@ -11,10 +11,10 @@ import pytest
 import patcher
 
 NAMES = """
-    Benchmark ClassDiff CodegenError Diff ForwardOf Fusion InvalidPatcherError Like Part PatchConflictError
+    Benchmark ClassDiff CodegenError Diff Exported ForwardOf Fusion InvalidPatcherError Like Part PatchConflictError
     PatchConstructionError PatchedWeightsError Patcher PatcherError PatcherWarning Plan PresetDriftError Report
     Resolution Stage UnmatchedPatchError Verification VerificationError __version__ benchmark checkpoint_metadata
-    checkpoint_weights compare diff fingerprint forward_of fused_parameters install like load_checkpoint_weights
+    checkpoint_weights compare diff export fingerprint forward_of fused_parameters install like load_checkpoint_weights
     load_new_weights load_original_optimizer_state_dict load_original_state_dict original_optimizer_state_dict
     original_state_dict plan report save_new_weights verify
 """.split()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from huggingface_hub import constants
 from torch import nn
 
 from patcher import InvalidPatcherError, Patcher, forward_of, like
+from tests.support.hub_uploads import Hub, taking_uploads
 from tests.support.replacements import OwnMLP, OwnNorm
 
 
@@ -97,67 +95,10 @@ def test_what_can_not_be_data_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     assert Patcher.load(tmp_path) == Patcher(fusions="qkv")
 
 
-class Hub(BaseHTTPRequestHandler):
-    """As much of the hub's API as an upload of one small file takes, and its download."""
-
-    requests: list[tuple[str, Any]]
-    files: dict[str, bytes]
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
-        answer: Any = {}
-        if self.path.endswith("/repos/create"):
-            answer = {"url": f"http://{self.headers['Host']}/me/mine", "name": "me/mine", "id": "me/mine"}
-        elif "/preupload/" in self.path:
-            answer = {"files": [{"path": "patcher.json", "uploadMode": "regular", "shouldIgnore": False}]}
-        elif "/commit/" in self.path:
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
-                    self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            answer = {
-                "commitUrl": f"http://{self.headers['Host']}/me/mine/commit/1",
-                "commitOid": "1" * 40,
-                "hookOutput": "",
-            }
-        self.requests.append((self.path, body))
-        self._send(json.dumps(answer).encode())
-
-    def do_HEAD(self) -> None:
-        self._send(self.files[self.path.rpartition("/")[2]], with_body=False)
-
-    def do_GET(self) -> None:
-        self._send(self.files[self.path.rpartition("/")[2]])
-
-    def _send(self, body: bytes, *, with_body: bool = True) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("ETag", '"1"')
-        self.send_header("X-Repo-Commit", "1" * 40)
-        self.end_headers()
-        if with_body:
-            self.wfile.write(body)
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[Hub]]:
-    class Here(Hub):
-        requests, files = [], {}
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Here)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(constants, "ENDPOINT", address)
-    template = address + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    yield Here
-    server.shutdown()
-    server.server_close()
+def hub(tmp_path: Path) -> Iterator[type[Hub]]:
+    with taking_uploads(tmp_path / "cache") as found:
+        yield found
 
 
 def test_a_patcher_goes_to_a_hub_and_comes_back(hub: type[Hub]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import re
 import threading
@@ -159,10 +160,12 @@ def test_repr_reads_like_the_call() -> None:
         ({"filtered_weight_conversion_patterns": ""}, "the empty expression is found everywhere"),
         ({"new_weights": [3]}, r"new_weights: 3 \(int\) isn't an expression"),
         ({"dropped_weights": 3}, "dropped_weights takes an expression or a list of them, found 3"),
-        ({"extra_weight_conversions": "q"}, r"'q' \(str\) isn't a weight transform; write a WeightConverter"),
+        ({"extra_weight_conversions": "gate"}, r"takes a weight transform or a list of them, found 'gate' \(str\)"),
+        ({"extra_weight_conversions": ["q"]}, r"'q' \(str\) isn't a weight transform; write a WeightConverter"),
         ({"extra_weight_conversions": [qkv(), {"q": "k"}]}, "isn't a weight transform"),
         ({"fusions": "no_such_family"}, "fusions: 'no_such_family' isn't a fusion; "),
-        ({"fusions": [Family]}, "write a name .* or an object of a Fusion subclass"),
+        ({"fusions": [Family]}, r"write an object of it, Family\(\)"),
+        ({"fusions": [One]}, "write a name .* or an object of a Fusion subclass"),
         ({"strict": "yes"}, r"strict must be a bool, found 'yes' \(str\)"),
         ({"name": 3}, r"name must be a str, found 3 \(int\)"),
         ({"transformers": "five"}, "transformers='five' isn't a version specifier; write for instance"),
@@ -331,3 +334,11 @@ def test_errors_are_no_builtin_errors_that_pipeline_would_swallow() -> None:
     drawn = re.findall(r"[├└]── (\w+)", __import__("patcher.errors", fromlist=["x"]).__doc__)
     assert names == {*drawn, "PatcherError"}
     assert not [error for error in errors if issubclass(error, OSError | ValueError | TypeError | RuntimeError)]
+
+
+def test_help_shows_what_the_parameters_take() -> None:
+    """Not private generics or aliases, which nobody can look up."""
+    shown = {name: each.annotation for name, each in inspect.signature(Patcher).parameters.items()}
+    assert shown["class_mapping"] == shown["module_mapping"] == "Mapping[str, type[nn.Module]]"
+    assert shown["fusions"] == "str | Fusion | Iterable[str | Fusion]"
+    assert not re.search(r"\b_\w", " ".join(shown.values()))

@@ -18,6 +18,7 @@ from transformers.models.bert.modeling_bert import BertSelfAttention
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
 
 from patcher import Patcher
+from tests.support.caches import CACHE
 
 
 class Expert(nn.Module):
@@ -68,15 +69,14 @@ class FusedAttention(LlamaAttention):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         joined = self.qkv_proj(hidden_states).split(self.sizes, dim=-1)
         query, key, value = (part.view(shape).transpose(1, 2) for part in joined)
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if (cache := kwargs.pop(CACHE, None)) is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, weights = attend(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-#: No package of the index brings it, so it may be missing where none of these is: see tests/conftest.py.
-NO_BROWSER = "Chromium is not installed"
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER)
+#: No package of the index brings it: .ci/run installs that of the system.
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 
 _FLAGS = """
     --headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking

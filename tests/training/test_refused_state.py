@@ -58,7 +58,9 @@ def test_a_conversion_that_scales_is_refused() -> None:
 def test_parameters_of_a_checkpoint_that_transformers_has_not_are_refused() -> None:
     """Where a filter has dropped the conversion that stacks them."""
     model = built(LINEAR_EXPERTS, tiny_qwen2_moe_config())
-    with pytest.raises(InvalidPatcherError, match=r"experts.*gate_proj\.weight.* of the model stand for .*experts\."):
+    with pytest.raises(
+        InvalidPatcherError, match=r"experts.*gate_proj\.weight.* of the model correspond to .*experts\."
+    ):
         original_optimizer_state_dict(model, adamw(model))
     attention = optim.AdamW(model.model.layers[0].self_attn.parameters())
     assert len(original_optimizer_state_dict(model, attention)["param_groups"][0]["params"]) == 7
@@ -198,7 +200,7 @@ def test_optimizers_of_others_are_refused_before_they_step() -> None:
     parameters = list(model.parameters())
     refused: dict[str, optim.Optimizer] = {
         r"SparseAdam steps only where a gradient has entries": optim.SparseAdam(parameters),
-        r"LBFGS goes by the history of all parameters at once": optim.LBFGS(parameters),
+        r"LBFGS depends on the history of all parameters at once": optim.LBFGS(parameters),
         r"Adafactor keeps averages of the rows and columns": Adafactor(parameters),
     }
     for message, optimizer in refused.items():

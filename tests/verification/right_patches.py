@@ -24,6 +24,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts, Mixtral
 
 from patcher import Patcher
 from patcher.fusions import SequentialExperts
+from tests.support.caches import cache_in
 from tests.support.replacements import JOINED
 from tests.support.tiny import tiny_jamba_config, tiny_llava_config, tiny_qwen2_moe_config, tiny_qwen2_vl_config
 from tests.verification.wrong_patches import BERT, GPT2, LLAMA, MISTRAL, MIXTRAL, QWEN2
@@ -66,7 +67,7 @@ class Checkpointed(LlamaMLP):
 
 class CheckpointedLayer(LlamaDecoderLayer):
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
-        if kwargs.get("past_key_values") is not None:
+        if cache_in(kwargs) is not None:
             return super().forward(hidden_states, **kwargs)
         return checkpoint(super().forward, hidden_states, use_reentrant=False, **kwargs)
 
@@ -112,10 +113,9 @@ class _ByHand:
         hidden_states: torch.Tensor,
         position_embeddings: Any = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
-        q, k, v = _states(self, hidden_states, position_embeddings, past_key_values)
+        q, k, v = _states(self, hidden_states, position_embeddings, cache_in(kwargs))
         k, v = (each.repeat_interleave(self.num_key_value_groups, 1) for each in (k, v))
         scores = q @ k.transpose(-1, -2) * self.scaling
         if attention_mask is None:
@@ -145,12 +145,11 @@ class HeadByHead(LlamaAttention):
         hidden_states: torch.Tensor,
         position_embeddings: Any = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
         if self.config._attn_implementation == "eager":
-            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        q, k, v = _states(self, hidden_states, position_embeddings, past_key_values)
+            return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
+        q, k, v = _states(self, hidden_states, position_embeddings, cache_in(kwargs))
         causal = attention_mask is None and q.shape[2] > 1
         heads = [
             nn.functional.scaled_dot_product_attention(

@@ -10,7 +10,7 @@ from torch import nn
 
 from patcher import Patcher, VerificationError, verify
 from patcher.patterns import inside
-from patcher.verification.numerics import call_gaps, first_difference
+from patcher.verification.layer_errors import layer_errors
 from tests.support.replacements import OWN, With
 from tests.support.sampling import sampled
 from tests.verification.models import BERT, ESM, LLAMA, MIXTRAL
@@ -116,5 +116,5 @@ def test_what_is_wrong_little_by_little_is_put_down_to_the_module_that_adds_most
     ours = nn.Sequential(*(Times(1 + part) for part in (1e-6, 7e-6, 2e-6, 2e-6)))
     x = torch.linspace(-2, 2, 9)
 
-    assert first_difference(call_gaps(ours, stock, lambda model: model(x)), 1e-5) == "1"
-    assert first_difference(call_gaps(stock, stock, lambda model: model(x)), 1e-5) is None
+    assert layer_errors(ours, stock, lambda model: model(x), "x", 1e-5).begins == "1"
+    assert layer_errors(stock, stock, lambda model: model(x), "x", 1e-5).begins is None

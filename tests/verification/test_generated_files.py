@@ -52,13 +52,15 @@ UNUSED = ("override_method", "LlamaForTokenClassification.mine", "def f(self):\n
 def test_what_is_right_passes_and_what_differs_from_stock_is_told_in_numbers() -> None:
     found = verify(llama(RIGHT), model_config=small())
     assert found.passed, str(found)
-    (model,) = found.models
-    assert (model.name, model.outputs, model.gradients, model.patched) == ("LlamaForCausalLM", (0, 0), (0, 0), True)
+    for (model,) in (found.models, found.exact):
+        assert model.model == "LlamaForCausalLM"
+        assert [model.figures(stage)["max abs"] for stage in ("outputs", "gradients")] == [0, 0]
     other = verify(llama(OTHER), model_config=small())
     assert other.passed
-    assert other.models[0].outputs[0] > 0.01
+    assert other.models[0].figures("outputs")["max abs"] > 0.01
     assert "LlamaForCausalLM" in str(other)
-    assert other.to_dict()["models"][0]["outputs"] == other.models[0].outputs
+    stages = {stage["name"]: stage["figures"] for stage in other.to_dict()["models"][0]["stages"]}
+    assert stages["outputs"] == other.models[0].figures("outputs")
     strict = verify(llama(OTHER), model_config=small(), tolerance=1e-5)
     assert [text.partition(" differ ")[0] for text in strict.failures] == [
         "LlamaForCausalLM: the file and stock: outputs: on a short row they",
@@ -106,7 +108,7 @@ def test_models_are_run_until_every_patch_has_run() -> None:
     text = "def f(self, *args, **kwargs):\n    return super().forward(*args, **kwargs)\n"
     found = verify(llama(RIGHT, ("override_method", "LlamaForTokenClassification.forward", text)))
     assert found.passed, str(found)
-    names = [model.name for model in found.models]
+    names = [model.model for model in found.models]
     assert names[0] == "LlamaForCausalLM"
     assert names[-1] == "LlamaForTokenClassification"
 

@@ -21,8 +21,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from patcher.verification.inputs import NoInputsError, chosen_passes
-from patcher.verification.processors import processed, processor_of
+from patcher.verification.inputs import NoInputsError, chosen_passes, processed, processor_of
 from tests.support.tiny import build_tiny, save_tiny, tiny_llava_config
 from tests.verification.models import VIT, WHISPER
 

@@ -55,6 +55,14 @@ def test_offloaded_weights_of_one_model_are_not_those_of_another(llama: Path, tm
     assert {stage.name for stage in found.stages if not stage.checked} == {"windows", "gradients", "training"}
 
 
+def test_inputs_go_to_weights_that_are_there(llama: Path, tmp_path: Path) -> None:
+    """The first weight of the model is on the disk."""
+    first = DEVICE_MAPS["a layer on disk"] | {"model.embed_tokens": "disk"}
+    verify(
+        llama, Patcher(fusions="qkv"), stages="outputs", device_map=first, offload_folder=tmp_path
+    ).raise_on_failure()
+
+
 class NormAsShipped(LlamaRMSNorm):
     pass
 
@@ -204,6 +212,17 @@ def test_two_models_in_memory_are_compared_and_stay_as_they_are(llama: Path, opt
     saved = {"weights", "save", "reload"}
     assert {text.partition(":")[0] for text in told.failures} == {"outputs", *saved.intersection(stages_of(told))}
     assert told.stages[1].layers.begins == "model.layers.1.mlp.down_proj"
+
+
+def test_how_far_models_may_be_apart_can_be_said(llama: Path) -> None:
+    stock, other = (LlamaForCausalLM.from_pretrained(llama) for _ in range(2))
+    with torch.no_grad():
+        other.lm_head.weight *= 1 + 2**-20
+    near, exact = (compare(stock, other, stages="outputs", quick=True, tolerance=each) for each in (1e-3, 0.0))
+    assert (bool(near), bool(exact)) == (True, False)
+    assert 0 < near.figures("outputs")["max abs"] < 1e-3
+    assert compare(stock, stock, quick=True, tolerance=0.0)
+    assert near.figures("gradients") == {}
 
 
 def test_threads_are_those_of_before_and_one_for_a_tiny_model(llama: Path) -> None:

@@ -20,6 +20,8 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM, MixtralTopKRouter
 
+from tests.support.caches import CACHE, cache_in
+
 
 class OwnDropout(LlamaMLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -190,7 +192,7 @@ class AlwaysSdpa(LlamaAttention):
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (each(hidden_states).view(shape).transpose(1, 2) for each in projections)
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-        if (cache := kwargs.get("past_key_values")) is not None:
+        if (cache := cache_in(kwargs)) is not None:
             k, v = cache.update(k, v, self.layer_idx)
         mask = kwargs.get("attention_mask")
         causal = mask is None and q.shape[2] > 1
@@ -282,8 +284,8 @@ class KeepsNothing(LlamaModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         found = super().forward(*args, **kwargs)
-        if kwargs.get("use_cache") and kwargs.get("past_key_values") is None:
-            found.past_key_values = None
+        if kwargs.get("use_cache") and cache_in(kwargs) is None:
+            setattr(found, CACHE, None)
         return found
 
 
@@ -333,7 +335,7 @@ class HalfSoftmax(LlamaAttention):
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (each(hidden_states).view(shape).transpose(1, 2) for each in projections)
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-        if (cache := kwargs.get("past_key_values")) is not None:
+        if (cache := cache_in(kwargs)) is not None:
             k, v = cache.update(k, v, self.layer_idx)
         k, v = (each.repeat_interleave(self.num_key_value_groups, 1) for each in (k, v))
         scores = q @ k.transpose(-1, -2) * self.scaling

@@ -26,6 +26,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
 from patcher import Patcher
+from tests.support.caches import cache_in
 from tests.support.tiny import (
     DECODER_SIZES,
     tiny_bert_config,
@@ -129,7 +130,7 @@ def of_llama(name: str, replacement: type[nn.Module], stages: str, says: str = "
 
 def kept(kwargs: dict[str, Any]) -> int:
     """How many tokens the cache holds."""
-    cache = kwargs.get("past_key_values")
+    cache = cache_in(kwargs)
     return 0 if cache is None else cache.get_seq_length()
 
 
@@ -206,9 +207,9 @@ WRONG: dict[str, Wrong] = {
     "no tuple": of_llama("LlamaForCausalLM", NoTuple, "arguments", "return_dict"),
     "no cache": of_llama("LlamaModel", KeepsNothing, "outputs arguments"),
     "wrong without a cache": of_llama("LlamaAttention",
-        off(LlamaAttention, lambda m, x, k: k.get("past_key_values") is None), "outputs"),
+        off(LlamaAttention, lambda m, x, k: cache_in(k) is None), "outputs"),
     "wrong with an empty cache": of_llama("LlamaAttention",
-        off(LlamaAttention, lambda m, x, k: k.get("past_key_values") is not None and not kept(k)), "outputs"),
+        off(LlamaAttention, lambda m, x, k: cache_in(k) is not None and not kept(k)), "outputs"),
     # caches
     "the fortieth step": of_llama("LlamaAttention",
         off(LlamaAttention, lambda m, x, k: x.shape[1] == 1 and kept(k) >= 51), "outputs", "token by token"),

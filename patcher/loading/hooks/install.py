@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from patcher.compat.seams import check_used, install as install_seams, seams_in
+from patcher.compat.seams import check_used, install as install_seams, seams_in, show_in_auto_classes
 from patcher.loading.hooks import loads, making, recorders, saves
+from patcher.source.importing import when_imported
 
 
 def install_core() -> None:
@@ -14,3 +15,7 @@ def install_core() -> None:
     """
     check_used()
     install_seams(seams_in(*(each.__name__ for each in (loads, making, recorders, saves))))
+    when_imported(
+        "transformers.models.auto.modeling_auto",
+        lambda module: show_in_auto_classes(module, loads.from_pretrained, "patcher"),
+    )

@@ -160,8 +160,8 @@ def _asking_for(names: Iterable[str], origin: str) -> Request:
     load = _requested()
     if load is None:
         raise InvalidPatcherError(
-            f"fusion_config: {KEY!r} is for a load, and none goes on here. For what is built otherwise write "
-            f"with Patcher(fusions={list(names)!r}).applied(): ..."
+            f"fusion_config: {KEY!r} applies to a load, and this isn't one. A model that is built otherwise is "
+            f"patched by a block: with Patcher(fusions={list(names)!r}).applied(): ..."
         )
     known = {fusion for entry in load.own if entry.origin in (LAYOUT, origin) for fusion in entry.patcher.fusions}
     entry = InForce(Patcher(fusions=[name for name in names if name not in known]), origin)
@@ -225,7 +225,7 @@ def convert_and_load(
     stock: Stock, model: PreTrainedModel, state_dict: dict[str, Any], load_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
     load = _LOAD.get()
-    if type(load) is not Selected:  # unpatched, or an adapter that is read after the model
+    if type(load) is not Selected:  # stock, or an adapter that is read after the model
         info, disk_index = stock(model, state_dict, load_config, *args, **kwargs)
         if type(load) is Request:
             check_new_weights(load, info.unexpected_keys)

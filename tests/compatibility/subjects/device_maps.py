@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.compatibility.columns import column
-from tests.compatibility.outcomes import compared
+from tests.compatibility.outcomes import compared, same_models
 from tests.compatibility.rows import Row
 from tests.support.checkpoints import saved, tensors
-from tests.support.comparing import logits
 from tests.support.offloaded import places
 
 SUBJECT = "Device maps"
@@ -21,7 +20,7 @@ SUBJECT = "Device maps"
 def a_layer(row: Row, folder: Path) -> str:
     patched, stock = offloaded(row, folder, is_second)
     assert patched.hf_device_map == stock.hf_device_map
-    return compared(logits(patched, row.inputs()), logits(stock, row.inputs()))
+    return same_models(patched, stock)
 
 
 @column(SUBJECT, "a layer on the disk: `generate`")
@@ -57,7 +56,7 @@ def automatic(row: Row, folder: Path) -> str:
     stock = row.stock(offload_folder=folder / "stock", **options)
     assert patched.hf_device_map == stock.hf_device_map
     assert set(stock.hf_device_map.values()) == {"cpu", "disk"}
-    return compared(logits(patched, row.inputs()), logits(stock, row.inputs()))
+    return same_models(patched, stock)
 
 
 @column(SUBJECT, "stock's layers by name")
@@ -68,7 +67,7 @@ def by_name(row: Row, folder: Path) -> str:
     device_map = places(stock, lambda path: any(part in path for part in chosen))
     patched = row.patched(device_map=device_map, offload_folder=folder)
     assert any(parameter.is_meta for parameter in patched.parameters())
-    return compared(logits(patched, row.inputs()), logits(stock, row.inputs()))
+    return same_models(patched, stock)
 
 
 @column(SUBJECT, "stock's layers by name: parts of a joined one")
@@ -77,7 +76,7 @@ def torn(row: Row, folder: Path) -> str:
     chosen = ("self_attn.q_proj", "mlp.gate_proj", "patch_embed", "experts.gate_up_proj")
     device_map = places(stock, lambda path: any(part in path for part in chosen))
     patched = row.patched(device_map=device_map, offload_folder=folder)
-    return compared(logits(patched, row.inputs()), logits(stock, row.inputs()))
+    return same_models(patched, stock)
 
 
 def is_second(path: str) -> bool:

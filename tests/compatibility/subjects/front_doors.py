@@ -19,8 +19,9 @@ from transformers import (
 )
 
 from tests.compatibility.columns import column
-from tests.compatibility.outcomes import NOT_APPLICABLE, compared, worst
+from tests.compatibility.outcomes import NOT_APPLICABLE, compared, same_models, worst
 from tests.compatibility.rows import Row
+from tests.support.caches import CACHE
 from tests.support.checkpoints import same_checkpoint, saved
 from tests.support.comparing import logits
 from tests.support.gguf_files import write_gguf
@@ -78,7 +79,7 @@ def gguf_file(row: Row, folder: Path) -> str:
     stock = AutoModelForCausalLM.from_pretrained(folder, **options)
     patched = AutoModelForCausalLM.from_pretrained(folder, patcher=row.patcher, **options)
     assert saved(patched, folder / "patched") == saved(stock, folder / "stock")
-    return compared(logits(patched, row.inputs()), logits(stock, row.inputs()))
+    return same_models(patched, stock)
 
 
 @column(SUBJECT, "`trust_remote_code`")
@@ -94,8 +95,7 @@ def remote_code(row: Row, folder: Path) -> str:
     stock = AutoModelForCausalLM.from_pretrained(folder / "tiny_remote", **options)
     patched = AutoModelForCausalLM.from_pretrained(folder / "tiny_remote", patcher=patcher, **options)
     assert saved(patched, folder / "patched") == saved(stock, folder / "stock")
-    inputs = {"input_ids": row.inputs()["input_ids"]}
-    return compared(logits(patched, inputs), logits(stock, inputs))
+    return same_models(patched, stock)
 
 
 @column(SUBJECT, "`pipeline`")
@@ -185,10 +185,10 @@ def one_row(row: Row) -> dict[str, Any]:
 def prefilled(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
     """The logits of a prompt and of two tokens after it, with a static cache."""
     cache = StaticCache(config=model.config, max_cache_len=32)
-    found = [model(**inputs, past_key_values=cache).logits]
+    found = [model(**inputs, **{CACHE: cache}).logits]
     length = inputs["input_ids"].shape[1]
     for token in (5, 6):
         ids = torch.full((len(inputs["input_ids"]), 1), token)
-        found.append(model(input_ids=ids, past_key_values=cache, position_ids=torch.tensor([[length]])).logits)
+        found.append(model(input_ids=ids, **{CACHE: cache}, position_ids=torch.tensor([[length]])).logits)
         length += 1
     return found

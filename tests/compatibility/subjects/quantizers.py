@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.compatibility.columns import column
-from tests.compatibility.outcomes import WITHIN_QUANTIZATION, compared
+from tests.compatibility.outcomes import WITHIN_QUANTIZATION, compared, same_models
 from tests.compatibility.rows import Row
 from tests.support import quantizers
 from tests.support.checkpoints import saved
@@ -89,7 +89,7 @@ def compared_where_left_alone(patched: Any, stock: Any, row: WideRow) -> str:
     one, other = ({path for path, is_it in layers(model).items() if is_it} for model in (patched, stock))
     assert one == other != set()
     assert len(one) < len(layers(patched)) - 1  # one is the head
-    return compared(logits(patched, row.inputs()), logits(stock, row.inputs()))
+    return same_models(patched, stock)
 
 
 def left_alone(row: WideRow, quantizer: Quantizer) -> str:
@@ -110,7 +110,7 @@ def single_layers(row: WideRow, folder: Path) -> str:
     config = TorchAoConfig(FqnToConfig({rf"re:.*\.({names})": setting, r"re:.*\.o_proj": Int8WeightOnlyConfig()}))
     stock, patched = (load(quantization_config=config) for load in (row.stock, row.patched))
     assert sum(layers(patched).values()) >= 2
-    return compared(logits(patched, row.inputs()), logits(stock, row.inputs()))
+    return same_models(patched, stock)
 
 
 def quantized_before(row: WideRow, folder: Path, quantizer: Quantizer, skip: Sequence[str] | None = None) -> str:
@@ -119,7 +119,7 @@ def quantized_before(row: WideRow, folder: Path, quantizer: Quantizer, skip: Seq
     stock, patched = row.read(folder), row.read(folder, patcher=row.patcher)
     if skip is not None:
         return compared_where_left_alone(patched, stock, row)
-    return compared(logits(patched, row.inputs()), logits(stock, row.inputs()))
+    return same_models(patched, stock)
 
 
 def saved_quantized(row: WideRow, folder: Path, quantizer: Quantizer) -> str:
@@ -143,7 +143,7 @@ def saved_as_it_is(row: WideRow, folder: Path, quantizer: Quantizer) -> str:
     patched.save_pretrained(folder, save_original_format=False)
     again = row.read(folder)
     assert layers(again) == layers(patched)
-    return compared(logits(again, row.inputs()), logits(patched, row.inputs()))
+    return same_models(again, patched)
 
 
 def dequantized(row: WideRow, folder: Path) -> str:

@@ -8,12 +8,14 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.utils.deprecation import deprecate_kwarg
 
 from patcher import Patcher
 from patcher.construction import lock
@@ -42,6 +44,25 @@ class Beginning(LlamaMLP):
 def an_init_that_does_not_call_that_of_the_module(at: Place) -> Steps:
     yield lambda: load(at.llama, instead_of_mlp(NoBeginning))
     assert same(load(at.llama, instead_of_mlp(Beginning)), at.llama)
+
+
+class OfOlderReleases(LlamaMLP):
+    def forward(self, states: torch.Tensor, **kwargs: Any) -> Any:
+        return super().forward(states)
+
+
+class OfBoth(LlamaMLP):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(args[0] if args else kwargs.get("x", kwargs.get("states")))
+
+
+@advice("Call it {}; for older releases too, take kwargs.get({}, kwargs.get({})).")
+def a_parameter_under_the_name_of_older_releases(at: Place) -> Steps:
+    """What transformers 5.24 did to caches, `past_key_values` before, to the parameter of an MLP."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(LlamaMLP, "forward", deprecate_kwarg("states", "99.0.0", new_name="x")(LlamaMLP.forward))
+        yield lambda: load(at.llama, instead_of_mlp(OfOlderReleases))
+        assert same(load(at.llama, instead_of_mlp(OfBoth)), at.llama)
 
 
 class LinearLike(nn.Module):
@@ -107,7 +128,9 @@ def a_part_of_the_model_with_arguments_that_nobody_knows(at: Place) -> Steps:
     assert type(attending(class_mapping={"AttendingModel": OwnAttendingModel}).copied) is LinearLike
 
 
-@advice("{} there, {} for {}. Map both to one class.", "is replaced where both are named; add {} with the same class")
+@advice(
+    "maps it to {}, {} to {}. Map both to one class.", "is replaced where both are named; add {} with the same class"
+)
 def one_module_at_two_paths(at: Place) -> Steps:
     other = type("Other", (LinearLike,), {})
     said = yield lambda: attending(module_mapping={"shared": LinearLike})

@@ -24,7 +24,7 @@ from transformers import (
     WeightConverter,
     pipeline,
 )
-from transformers.core_model_loading import Transpose
+from transformers.core_model_loading import Transpose, WeightRenaming
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 
@@ -47,6 +47,16 @@ class Renamed(LlamaMLP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.upper(x))
+
+
+class BothRenamed(Renamed):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.lower = self.gate_proj
+        del self.gate_proj
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(nn.functional.silu(self.lower(x)) * self.upper(x))
 
 
 class Wide(LlamaMLP):
@@ -131,7 +141,7 @@ def added(said: str) -> dict[str, Any]:
     return found
 
 
-@advice("If that is meant, add to the Patcher: {}")
+@advice("If they are meant to be {}, add to the Patcher: {}")
 def weights_that_are_new(at: Place) -> Steps:
     patcher = Patcher({"LlamaMLP": With})
     said = yield lambda: load(at.llama, patcher)
@@ -148,7 +158,7 @@ def weights_under_other_names(at: Place) -> Steps:
         assert same(load(at.llama, patcher.replace(extra_weight_conversions=conversions)), at.llama)
 
 
-@advice("Where shapes differ, load with ignore_mismatched_sizes=True as well, or give it that shape.")
+@advice("Where shapes differ, load with ignore_mismatched_sizes=True as well.")
 def weights_of_another_shape(at: Place) -> Steps:
     patcher = Patcher({"LlamaMLP": Wide})
     said = yield lambda: load(at.llama, patcher)
@@ -173,6 +183,25 @@ def weights_that_are_transposed(at: Place) -> Steps:
     said = yield lambda: load(at.llama, patcher)
     conversions = written(said, r"extra_weight_conversions=(\[.*?\])\n", Transpose=Transpose)
     assert same(load(at.llama, patcher.replace(extra_weight_conversions=conversions)), at.llama)
+
+
+@advice("Correct the conversion, or give the parameter the shape that the conversion makes.")
+def a_conversion_that_makes_another_shape(at: Place) -> Steps:
+    sideways = WeightConverter([*PARTS], ["mlp.gate_up_proj.weight"], operations=[Concatenate(dim=1)])
+    said = yield lambda: load(at.llama, JOINED.replace(extra_weight_conversions=sideways))
+    assert "[Concatenate(dim=1)] makes (96, 128), the model has (192, 64)" in said
+    assert same(load(at.llama, JOINED), at.llama)
+
+
+@advice(
+    "If a conversion is missing, add it: extra_weight_conversions=[WeightConverter([...], [...], operations=[...])]."
+)
+def weights_whose_names_and_shapes_do_not_tell(at: Place) -> Steps:
+    patcher = Patcher({"LlamaMLP": BothRenamed})
+    yield lambda: load(at.llama, patcher)
+    names = {"gate_proj": "lower", "up_proj": "upper"}
+    renamings = [WeightRenaming(f"mlp.{old}", f"mlp.{new}") for old, new in names.items()]
+    assert same(load(at.llama, patcher.replace(extra_weight_conversions=renamings)), at.llama)
 
 
 @advice("Replace those modules as well, or take a checkpoint that fits them: there a conversion runs only if nothing ")
@@ -520,7 +549,7 @@ class AnyArguments(LlamaMLP):
         super().__init__(config)
 
 
-@advice("A replacement is built from the very arguments of {}.__init__: take them all, or accept **kwargs.")
+@advice("A replacement is constructed with the arguments of {}.__init__: take them all, or accept **kwargs.")
 def a_replacement_with_other_arguments(at: Place) -> Steps:
     yield lambda: load(at.llama, Patcher({"LlamaMLP": OneArgument}))
     assert same(load(at.llama, Patcher({"LlamaMLP": AnyArguments})), at.llama)

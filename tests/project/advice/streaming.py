@@ -59,7 +59,7 @@ def weights_with_an_adapter(at: Place) -> Steps:
 
 
 @advice(
-    "only_on={} is none of the {} processes, so nobody would be given the weights. Write the rank of one, only_on=0, "
+    "only_on={} isn't one of the {} processes, so no process would get the weights. Write the rank of one, only_on=0, "
     "or leave it out."
 )
 def weights_for_a_process_that_there_is_not(at: Place) -> Steps:

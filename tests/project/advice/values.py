@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import re
 from functools import partial
@@ -171,7 +172,9 @@ def something_for_a_class(at: Place) -> Steps:
     assert same(load(at.llama, OWN), at.llama)
 
 
-@advice("write a subclass of the class that it replaces or makes, and put what {} does into its __init__ or ")
+@advice(
+    "write a subclass of the class that it replaces or makes, and put what the function does into its __init__ or "
+)
 def a_function_for_a_class(at: Place) -> Steps:
     def doubled(config: Any) -> nn.Module:
         made = LlamaMLP(config)
@@ -254,10 +257,37 @@ def several_names_in_one_text(at: Place) -> Steps:
         assert same(load(at.llama, Patcher(fusions=names)), at.llama)
 
 
-@advice("write a name ({}) or an object of a Fusion subclass")
+@advice("write an object of it, {}()")
 def a_family_in_place_of_an_object(at: Place) -> Steps:
-    yield lambda: Patcher(fusions=QKV)  # type: ignore[arg-type]
+    said = yield lambda: Patcher(fusions=QKV)  # type: ignore[arg-type]
+    assert same(load(at.llama, Patcher(fusions=written(said, r"an object of it, (.*)\."))), at.llama)
+
+
+@advice("write a name ({}) or an object of a Fusion subclass")
+def a_class_that_is_no_family(at: Place) -> Steps:
+    yield lambda: Patcher(fusions=LlamaMLP)  # type: ignore[arg-type]
     assert same(load(at.llama, Patcher(fusions=["qkv", GateUp()])), at.llama)
+
+
+@advice("{} takes no mapping, found {}; write {}.")
+def a_fusion_config_as_fusions(at: Place) -> Steps:
+    said = yield lambda: Patcher(fusions={"qkv": True})  # type: ignore[arg-type]
+    assert written(said, r"write (.*)\.$") == Patcher(fusions="qkv")
+
+
+@advice(
+    "give a class whose __init__ has these arguments: ", "write class My{}({}): __init__ = functools.partialmethod({})"
+)
+def a_class_with_some_of_its_arguments(at: Place) -> Steps:
+    """What was given is in what is written, or a norm computes something else."""
+    norm = partial(nn.LayerNorm, eps=0.5, bias=False)
+    said = yield lambda: Patcher({"LlamaRMSNorm": norm})  # type: ignore[dict-item]
+    names: dict[str, Any] = {"functools": functools, "LayerNorm": nn.LayerNorm}
+    exec(said.partition("write ")[2].removesuffix("."), names)
+    assert names["MyLayerNorm"](64).eps == norm(64).eps == 0.5
+    made = load(at.llama, Patcher({"LlamaRMSNorm": names["MyLayerNorm"]})).model.norm
+    assert made.bias is None
+    assert made.eps == norm(64, eps=1e-6).eps  # the model itself gives another one, as it would to the partial
 
 
 @advice("{}: modules={} names none; leave it out for all that can be fused.")
