@@ -3,7 +3,7 @@
 python examples/custom_fusion.py
 
 A family says which modules it takes, what becomes of their parameters, and which class they get. Finding the modules,
-reading and saving the weights, pickles and generated files are the engine's.
+reading and saving the weights and pickles are the engine's.
 """
 
 import pickle
@@ -12,10 +12,9 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from patcher import Patcher, report
-from patcher.codegen import PatchConfig, generate
 from patcher.fusions import Fusion, Layout
 
 
@@ -75,9 +74,6 @@ def main():
         pickle.loads(pickle.dumps(model)).save_pretrained(saved)
         assert (saved / "model.safetensors").read_bytes() == (original / "model.safetensors").read_bytes()
         print("saved byte for byte as it was")
-
-    text = generate(PatchConfig.from_patcher(patcher, LlamaForCausalLM))
-    print(next(line.strip() for line in text.splitlines() if "TransposedLinear)" in line))
 
 
 if __name__ == "__main__":

@@ -250,23 +250,24 @@ class PatchConfig(PatchSpec):
     def add_conversions(self, patcher: Patcher | None = None) -> None:
         """Have the models of the file read and write checkpoints of the original.
 
+        >>> from transformers.core_model_loading import WeightRenaming
+        >>> from patcher import Patcher
         >>> from patcher.codegen import generate
-        >>> config = PatchConfig("transformers.models.mixtral.modeling_mixtral", "patched_modeling_mixtral.py")
-        >>> config.add_conversions()
-        >>> "from_pretrained = runtime.from_pretrained" in generate(config)
+        >>> config = PatchConfig("transformers.models.llama.modeling_llama", "patched_modeling_llama.py")
+        >>> config.add_conversions(Patcher(extra_weight_conversions=WeightRenaming("mlp.w2", "mlp.down_proj")))
+        >>> "register_checkpoint_conversion_mapping(" in generate(config)
         True
 
-        A constant of the file holds the conversions, `new_weights` and `dropped_weights` of the Patcher; its classes
-        and fusions are not looked at. Without a Patcher the models get the conversions that transformers has: by
-        itself it gives them to its own classes only, so a file of a model with experts needs this.
+        The base model of the file gets a name of its own, under which the conversions are registered, those that
+        transformers has for it among them; `dropped_weights` are ignored by a load. Classes and fusions of the Patcher
+        are not looked at. Without one the models get the conversions that transformers has.
 
         Raises:
             CodegenError: a conversion can't be written as text.
         """
-        from patcher.codegen.bridges.checkpoint_methods import add_conversions
-        from patcher.spec.patcher import Patcher
+        from patcher.codegen.bridges.from_patcher import add_conversions
 
-        add_conversions(self, Patcher() if patcher is None else patcher)
+        add_conversions(self, patcher)
 
     # -- and at run time ----------------------------------------------------------------------------------------
 
@@ -307,8 +308,9 @@ class PatchConfig(PatchSpec):
         >>> PatchConfig.from_patcher(Patcher(fusions=["gate_up"]), LlamaForCausalLM).description
         'What a patcher does to the models of this module.'
 
-        Replacements are copied with what they use of their own module, fused forwards stand as code. The models of
-        the file read and write checkpoints of the original, by a constant that holds the conversions.
+        Replacements are copied with what they use of their own module, and fused classes are written out. The file
+        imports torch, transformers and what the replacements import. Its models read and write checkpoints of the
+        original.
 
         Args:
             patcher: what the file is to do.

@@ -142,6 +142,17 @@ class PatchSpec:
         self.dropped = Names()
         self.excluded = Names()
         self.undecorated: dict[tuple[str, str], Location] = {}  # of (definition, decorator)
+        #: class -> the name that it gets; the one that it has stays another name for it
+        self.renamed: dict[str, str] = {}
+        #: the originals of classes that were written anew, beside them
+        self.derived: list[str] = []
+        #: statements behind the definitions
+        self.endings = Blocks()
+        #: the Patcher that it was made from, and the patches that do what that does
+        self.runtime: Any = None
+        self.of_runtime: tuple[Patch, ...] = ()
+        #: whether transformers converts checkpoints of the file's models as those of its own; None where it may
+        self.converts_as_stock: bool | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.source_module!r}, {self.target_file!r}, {len(self.patches)} patches)"
@@ -170,11 +181,15 @@ class PatchSpec:
         """What is wrong with the config, with its line."""
         return CodegenError(f"{self.where}: {text}")
 
+    def refusal(self, text: str) -> CodegenError:
+        """What no file can do, which a Patcher does."""
+        return self.error(f"{text}. Load with the patcher itself.")
+
     @property
     def changes(self) -> bool:
         """Whether the file is anything but the original below a header."""
         said = (self.patches, self.imports, self.helpers, self.blocks, self.dropped, self.excluded, self.undecorated)
-        return any(said)
+        return any((*said, self.renamed, self.endings))
 
 
 def _fill(mine: Any, given: Any) -> None:

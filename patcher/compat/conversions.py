@@ -198,3 +198,15 @@ def distributed_checkpoint(path: Any, options: Mapping[str, Any]) -> bool:
     if find is None or path is None:
         return False
     return find(path, options.get("subfolder", ""), options.get("gguf_file"), options.get("state_dict")) is not None
+
+
+def stock_key(model: PreTrainedModel) -> str:
+    """The key under which transformers has conversions for a model: its class name, its model type, "" without any."""
+    keys = (type(model).__name__, str(model.config.model_type or ""))
+    return next((key for key in keys if key and conversions_under(key)), "")
+
+
+def conversions_under(key: str) -> list[WeightTransform]:
+    """The conversions that transformers has under a key."""
+    found: Callable[[str], Any] = conversion_mapping.get_checkpoint_conversion_mapping
+    return list(found(key) or ())

@@ -255,11 +255,6 @@ def current_construction() -> Construction | None:
     return found
 
 
-def under_construction() -> bool:
-    """Whether a model is being built here under a patcher, so that what is built now is a part of it."""
-    return current_construction() is not None
-
-
 @contextmanager
 def construction_here() -> Iterator[Construction | None]:
     """The construction that this code is a part of; in a block, one for what is built by itself, with its parts."""

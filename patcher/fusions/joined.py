@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from patcher.compat.standing_alone import SharedInput, are_values
 from patcher.errors import PatchConflictError
 from patcher.fusions.base import more_than_a_weight_and_bias
 from patcher.fusions.fused_module import FusedModule
 from patcher.fusions.old_names import ADVICE, ONE_HOLDER, holders, more_than_values, view_of
-from patcher.fusions.shared_input import SharedInput, are_values
 from patcher.layouts.carried import fused_weights
 
 
@@ -42,7 +42,7 @@ class JoinedProjections(FusedModule):
 
     def shared_input(self) -> SharedInput:
         """What a rewritten forward asks, call by call, for the rows of its projections."""
-        return SharedInput(self, self._joined)  # type: ignore[arg-type]
+        return SharedInput(self, self._joined.projections, self._joined.name)
 
     def are_values(self, *given: Any) -> bool:
         """What a rewritten forward asks first of what it is given: whether nothing of that is anything else."""

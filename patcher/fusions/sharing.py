@@ -2,7 +2,7 @@
 
 Where all calls of a method have one variable for an argument, one call of the joined layer and a split take their
 place. Elsewhere the rewritten method asks at run time, call by call, whether the argument is the very tensor that the
-first one had: see `patcher.fusions.shared_input`. Either is right if nothing between the first call and the last one
+first one had: see `patcher.compat.standing_alone`. Either is right if nothing between the first call and the last one
 writes into that tensor, which is all that the source is read for.
 """
 

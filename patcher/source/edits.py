@@ -77,6 +77,11 @@ class Text:
         """The index behind the last character of a line, in front of its newline."""
         return self._starts[line - 1] + len(self.lines[line - 1].rstrip("\r\n"))
 
+    def line_break(self, line: int) -> str:
+        """The newline of a line."""
+        text = self.lines[line - 1]
+        return text[len(text.rstrip("\r\n")) :] or "\n"
+
     def indent(self, line: int) -> str:
         """The white space at the beginning of a line."""
         text = self.lines[line - 1].rstrip("\r\n")

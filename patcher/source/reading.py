@@ -96,15 +96,6 @@ def unwrap(obj: Any) -> Any:
             obj = obj.__wrapped__
 
 
-def definition_of(obj: Any) -> Definition:
-    """The syntax tree of a function or class that is part of a module.
-
-    Raises:
-        OSError, TypeError, SyntaxError: its source can't be found or read.
-    """
-    return _definition_in(inspect.getsource(obj))
-
-
 @functools.lru_cache(maxsize=256)  # of the patches of a config: each is looked at by several checks
 def _definition_in(text: str) -> Definition:
     (node,) = ast.parse(dedented(text)).body

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher.codegen.bridges.to_patcher import to_patcher
 from patcher.codegen.generation.generator import Generated, build
-from patcher.codegen.spec import External, Patch, PatchKind, PatchSpec
+from patcher.codegen.spec import Patch, PatchKind, PatchSpec
 from patcher.construction.in_force import unpatched
 from patcher.display.parts import Cell, Notes, Part, Table
 from patcher.display.shown import Shown
@@ -294,8 +294,8 @@ def _places_of(generated: Generated, module: ModuleType) -> dict[str, set[_Place
     """Each patch of the author whose code can run, and where that is."""
     found: dict[str, set[_Place]] = {}
     for patch in generated.patches:
-        if isinstance(patch.replacement, External) and patch.replacement.module.startswith("patcher."):
-            continue  # how the models of a file read and write, which isn't the author's
+        if patch.new and patch in generated.config.of_runtime:
+            continue  # how the models of a file read and write, and heads that they may not have
         if places := _places(module, patch):
             found[f"{patch.kind.value} {patch.target}"] = places
     return found

@@ -147,6 +147,12 @@ CASES: dict[str, tuple[str, Callable[[], PretrainedConfig], list[str], dict[str,
         ["patch_embeddings", "qkv", "gate_up"],
         None,
     ),
+    "PVT, one of several lines": (
+        "PvtV2ForImageClassification",
+        small("PvtV2Config"),
+        ["patch_embeddings"],
+        {"pixel_values": torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(0))},
+    ),
     # models in a model, which an Auto class builds
     "Qwen3-VL": ("Qwen3VLForConditionalGeneration", small("Qwen3VLConfig"), ["qkv", "gate_up"], None),
     "Qwen3-VL, all": (
@@ -278,11 +284,6 @@ REFUSED: dict[str, tuple[Patcher, str, str]] = {
         Patcher(fusions="split"),
         "GPTNeoXForCausalLM",
         r"Split\(\) gives gpt_neox.layers.0.attention.query_key_value a class that is made for its shape",
-    ),
-    "one of a list, beside others": (
-        Patcher(fusions="patch_embeddings"),
-        "PvtV2ForImageClassification",
-        r"spatial_reduction is not fused, .*no class of .*modeling_pvt_v2 builds those that are, and no others",
     ),
 }
 

@@ -149,16 +149,14 @@ def test_the_names_that_are_read_are_those_that_transformers_has() -> None:
     conversions = importlib.import_module("transformers.conversion_mapping")
     assert {name for name in known if conversions.get_checkpoint_conversion_mapping(name)} >= {"mixtral", "ViTModel"}
     conversions.get_checkpoint_conversion_mapping("mixtral")
-    assert conversions._checkpoint_conversion_mapping_cache.keys() <= known
+    own = conversions.USER_REGISTERED_MAPPINGS  # those that generated files have registered
+    assert conversions._checkpoint_conversion_mapping_cache.keys() - own <= known
 
 
 def test_a_config_that_says_it_itself_is_left_alone() -> None:
     config = PatchConfig("transformers.models.mixtral.modeling_mixtral", "out.py")
     config.override_method("MixtralModel.is_custom_code", "@classmethod\ndef f(cls):\n    return True", new=True)
     assert generate(config).count("def is_custom_code") == 1
-    conversions = PatchConfig("transformers.models.mixtral.modeling_mixtral", "out.py")
-    conversions.add_conversions()
-    assert "def is_custom_code" not in generate(conversions)
 
 
 def test_the_method_is_in_a_class_that_takes_the_place_of_the_original() -> None:

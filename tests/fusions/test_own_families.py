@@ -18,12 +18,12 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import patcher.fusions
 from patcher import PatchConstructionError, Patcher, report
-from patcher.codegen.runtime import fuse
 from patcher.compat.models import is_initialized, mark_initialized
 from patcher.fusions import Fusion, GateUp, Layout, Rows
 from patcher.layouts.carried import fused_modules, separated
 from tests.support import shared
 from tests.support.comparing import logits
+from tests.support.surgery import fuse
 from tests.support.tiny import tiny_inputs, tiny_llama_config
 
 FAMILIES = ("qkv", "kv", "gate_up", "patch_embeddings", "sequential_experts", "siblings", "split")

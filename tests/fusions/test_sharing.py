@@ -14,11 +14,11 @@ from torch import nn
 from transformers import DebertaV2Config, DebertaV2ForMaskedLM, DynamicCache, PvtV2Config, PvtV2ForImageClassification
 
 from patcher import Patcher
+from patcher.compat.standing_alone import are_values
 from patcher.fusions.callers import Caller
 from patcher.fusions.fused_module import fuse, fused_class_of
 from patcher.fusions.methods import NotUnderstoodError
 from patcher.fusions.qkv import QKV
-from patcher.fusions.shared_input import are_values
 from patcher.fusions.sharing import Form, forms_of
 from tests.fuzz.compare import compared, module_of
 from tests.fuzz.generator import READS, source_of

@@ -16,14 +16,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from patcher import PatchedWeightsError, Patcher
-from patcher.codegen.runtime import fuse
 from patcher.compat.models import is_initialized, mark_initialized
 from patcher.fusions import Flatten, Rows
 from patcher.fusions.patch_embeddings import LinearPatchEmbedding
 from patcher.layouts.carried import fused_modules
 from tests.support import fresh, shared
 from tests.support.comparing import logits
-from tests.support.surgery import SURGERY, operated
+from tests.support.surgery import SURGERY, fuse, operated
 from tests.support.tiny import tiny_inputs, tiny_llama_config, tiny_mixtral_config
 
 BOTH = Patcher(fusions=["qkv", "gate_up"])

@@ -105,6 +105,7 @@ NO_ADVICE = {
 }
 #: Advice that no case can execute here.
 NOT_HERE = {
+    ". Load it whole, or load the original model.": "done in tests/codegen/test_standing_alone",
     "Load the model again with the patcher that it is to have.": "done in tests/loading/test_apply_keeps",
     "Load the model, and write it with save_pretrained first.": "done in tests/test_publishing",
     "Install a release of {} that patcher's metadata lists": "one release is installed",

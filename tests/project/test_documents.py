@@ -115,7 +115,7 @@ def test_every_public_name_begins_with_an_example_or_says_what_it_is(name: str) 
 
 
 #: What users import from: everything else may change.
-PUBLIC = {"patcher", "patcher.codegen", "patcher.codegen.runtime", "patcher.fusions", "patcher.monkey_patching"}
+PUBLIC = {"patcher", "patcher.codegen", "patcher.fusions", "patcher.monkey_patching"}
 PUBLIC |= {"patcher.presets"}
 
 

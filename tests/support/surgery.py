@@ -9,7 +9,10 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["SURGERY", "operated", "settle"]
+from patcher.fusions.fused_module import fuse_in_place, put_in_place
+from patcher.layouts.layouts import Layout
+
+__all__ = ["SURGERY", "fuse", "operated", "settle"]
 
 #: what is done to the layers of a model, given those of another one that is fused where it isn't
 SURGERY: dict[str, Callable[[list[Any], list[Any], int, int], None]] = {
@@ -52,3 +55,11 @@ def settle(model: Any) -> Any:
     for number, layer in enumerate(model.model.layers):
         layer.self_attn.layer_idx = number
     return model
+
+
+def fuse(module: nn.Module, *layouts: Layout, into: Any = None) -> Any:
+    """Give a module the parameters of these layouts in the place of its own, or put one of another class there."""
+    if into is not None:
+        return put_in_place(module, into, layouts, None)
+    fuse_in_place(module, layouts, type(module), None)
+    return module

@@ -3,7 +3,7 @@
 patcher codegen examples/codegen/mixtral/mixtral_patch_gen_config.py --diff
 
 transformers stacks the weights of all experts in one parameter, which quantizers and adapters for linear layers don't
-see. In this file an expert is two `nn.Linear`; the checkpoints that it reads and writes stay those of the original.
+see. In this file an expert is three `nn.Linear`; the checkpoints that it reads and writes stay those of the original.
 """
 
 from transformers import MixtralForCausalLM

@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig
 
 
-#: where generated files find what they need of this package
-RUNTIME = "patcher.codegen.runtime"
-
-
 @dataclass
 class Dependencies:
     """Brings names into the file of a config, each once.
@@ -42,18 +38,32 @@ class Dependencies:
     targets: Mapping[Any, str]
     _known: dict[str, Any] = field(default_factory=dict)
 
-    def bring(self, obj: Any, asked: str) -> dict[str, str]:
-        """Bring what the source of a class or function needs.
+    def bring(self, obj: Any, asked: str, text: str = "") -> dict[str, str]:
+        """Bring what the source of a class or function needs, or what a text does that is made of it.
 
         Returns:
             The names that it has to write differently.
         """
         source, namespace = read_source(obj, asked, self.config.where), _namespace(obj)
-        names = free_names(dedented(source.text)) - {source.name}
+        names = free_names(text or dedented(source.text)) - {source.name}
         # The generator says what is missing, and where.
         known = [name for name in sorted(names & namespace.keys()) if not hasattr(builtins, name)]
         brought = {name: self._bring(name, namespace[name], namespace, source, asked) for name in known}
         return {name: new for name, new in brought.items() if new != name}
+
+    def helper(self, obj: Any) -> None:
+        """Copy a class or a function of `patcher.compat.standing_alone`, with what it uses."""
+        name = obj.__name__
+        if not self._is_known(name, obj):
+            self._known[name] = obj
+            self.bring(obj, "from_patcher()")
+            self.config.add_helper(obj)
+
+    def constants(self, values: Mapping[str, Any], description: str) -> None:
+        """Bind names of constants that copied code uses."""
+        self._known.update(values)
+        lines = [f"{name} = {value!r}".replace("'", '"') for name, value in values.items()]
+        self.config.add_post_import_block("\n".join(lines), description)
 
     def operation(self, cls: type, asked: str) -> None:
         """Bring the class of an operation, in front of the constant that uses it: helpers come behind that."""
@@ -61,10 +71,9 @@ class Dependencies:
         if self._is_known(name, cls):
             return
         self._known[name] = cls
-        for home in (RUNTIME, cls.__module__):
-            if _importable(home, cls):
-                self.config.add_import(home, names=[name])
-                return
+        if _importable(cls.__module__, cls):
+            self.config.add_import(cls.__module__, names=[name])
+            return
         if name_map := self.bring(cls, asked):
             raise self.config.error(
                 f"{asked} knows {', '.join(name_map.values())} by other names, "

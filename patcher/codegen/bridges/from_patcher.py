@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from patcher.codegen.bridges.checkpoint_methods import add_conversions, module_classes
-from patcher.codegen.bridges.dependencies import RUNTIME, Dependencies
-from patcher.codegen.bridges.fused_classes import (
-    BUILT,
-    Owners,
-    building_own,
-    built_by_config,
-    layout_text,
-    write_rewritten,
-)
+from patcher.codegen.bridges.conversions import OwnConversions
+from patcher.codegen.bridges.dependencies import Dependencies
+from patcher.codegen.bridges.fused_layers import FusedLayers, ModuleText
 from patcher.codegen.bridges.to_patcher import MADE
 from patcher.codegen.generation.class_decorators import replacing
 from patcher.codegen.spec import create_patch_from_external
-from patcher.compat.conversions import stock_conversions
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import named_modules
 from patcher.functions.models import full_name
+from patcher.fusions.experts.linear import LinearExperts
 from patcher.fusions.families import fusion_named
 from patcher.fusions.fused_module import FusedModule
+from patcher.fusions.joined import JoinedProjections
 from patcher.fusions.methods import is_importable
+from patcher.layouts.layouts import Layout
 from patcher.layouts.transforms import conversions_of
 from patcher.patterns import find_key, hits, nearest
 from patcher.resolution.resolution import Resolution, resolve, skeleton
@@ -62,7 +58,7 @@ def describe_patcher(
         )
     if config is None:
         config = model_class.config_class()
-    description = _Description(described, patcher, modeling, skeleton(model_class, config))
+    description = _Description(described, patcher, modeling, skeleton(model_class, config), ModuleText(modeling))
     replaced = description.replaced_classes()
     resolution: Resolution | None = None
     own: dict[str, type[nn.Module]] = {}
@@ -71,7 +67,6 @@ def describe_patcher(
         stock = {path: unrebound(cls) for path, cls in resolution.original_classes.items()}
         resolution = replace(resolution, original_classes=stock)
         own = description.classes_of_others(resolution)
-    inits = description.builders(replaced, resolution.fused if resolution is not None else ())
     targets: dict[Any, str] = {cls: name for name, cls in (*replaced.items(), *own.items())}
     for each in resolution.functions.replaced if resolution is not None else ():
         targets[each.replacement] = each.name.partition(":")[2]
@@ -79,26 +74,46 @@ def describe_patcher(
     for classes, why in ((replaced, ""), (own, "fused")):
         for name, cls in sorted(classes.items()):
             _replace(described, name, cls, dependencies, why)
+    modules = dict(named_modules(description.stock))
+    refused = resolution.refused if resolution is not None else {}
+    layers = FusedLayers(described, description.text, modules, refused, dependencies.helper)
+    changed = {path for path, module in modules.items() if type(module).__name__ in replaced}
+    changed |= {*resolution.fused} if resolution is not None else set()
+    for path in sorted(changed):
+        layers.builds_own(path, replaced)
+    layouts: Mapping[str, Sequence[Layout]] = {}
     if resolution is not None:
         description.replace_functions(resolution, dependencies)
-    if resolution is not None and patcher.fusions:
-        description.write_fused(resolution, dependencies, inits)
-    else:
-        for name, text in inits.items():
-            described.override_method(f"{name}.__init__", text, BUILT)
+        layouts = description.write_fused(resolution, layers, dependencies) if patcher.fusions else {}
+    layers.write()
     if not described.patches:
         raise described.error(f"{patcher!r} changes no class and no function of {modeling.__name__}.")
     transforms = resolution.fusion_plan.transforms if resolution is not None else ()
     brought = (transform for cls in patcher.class_mapping.values() for transform in conversions_of(cls))
     converted = (*transforms, *patcher.extra_weight_conversions, *brought)
     declared = (*patcher.filtered_weight_conversion_patterns, *patcher.new_weights, *patcher.dropped_weights)
-    # Stock conversions transformers gives to its own classes only, and so not to those of a file.
-    fused = resolution is not None and resolution.fused  # whose weights the hook of a load reads and gives back
-    if converted or declared or fused or stock_conversions(description.stock, legacy=False):
-        kept = patcher.replace(
-            class_mapping={}, function_mapping={}, alternatives=(), fusions=(), extra_weight_conversions=converted
-        )
-        add_conversions(described, kept)
+    described.converts_as_stock = True
+    if layouts or converted or declared:
+        OwnConversions(described, description.text, modules, patcher, dependencies).write(layouts, converted)
+    described.runtime, described.of_runtime = patcher, tuple(described.patches)
+
+
+def add_conversions(described: PatchConfig, patcher: Patcher | None) -> None:
+    """See `PatchConfig.add_conversions`."""
+    described.converts_as_stock = True
+    if patcher is None:
+        return
+    modeling = importlib.import_module(described.source_module)
+    text = ModuleText(modeling)
+    for name, cls in _classes(text).items():
+        config_class: Any = getattr(cls, "config_class", None)
+        base: Any = transformers.MODEL_MAPPING.get(config_class, None) if config_class is not None else None
+        if base is not None and base.__name__ == name and text.own(base):
+            stock = {"": skeleton(base, base.config_class())}
+            dependencies = Dependencies(described, modeling, {})
+            OwnConversions(described, text, stock, patcher, dependencies).write({}, patcher.extra_weight_conversions)
+            return
+    raise described.refusal(f"{modeling.__name__} has no base model, which the conversions are registered for")
 
 
 class _Description(NamedTuple):
@@ -108,32 +123,11 @@ class _Description(NamedTuple):
     patcher: Patcher
     modeling: ModuleType
     stock: PreTrainedModel
-
-    def builders(self, replaced: Collection[str], fused: Iterable[str]) -> dict[str, str]:
-        """Class -> its `__init__`, where that leaves a part to an Auto class in which something changes.
-
-        An Auto class builds models of transformers. Where the file has the class, its own takes that place.
-        """
-        modules, own = dict(named_modules(self.stock)), module_classes(self.modeling)
-        builders: dict[type, dict[str, str]] = {}
-        for path in sorted({path for path, module in modules.items() if type(module).__name__ in replaced} | {*fused}):
-            for part in built_by_config(modules, path):
-                cls, (parent, _, name) = type(modules[part]), part.rpartition(".")
-                builder = type(modules[parent])
-                found = builders.setdefault(builder, {})
-                found[name] = cls.__name__
-                known = all(own.get(each.__name__) is each for each in (cls, builder))
-                if not known or builder.__name__ in replaced or not building_own(builder, found):
-                    raise self.described.error(
-                        f"{path} changes, and {part} around it is built by from_config() of an Auto class, "
-                        f"which gives the {cls.__name__} of transformers, not that of the file. Call from_patcher() "
-                        f"with {cls.__name__}, or load with the patcher itself."
-                    )
-        return {builder.__name__: building_own(builder, found) for builder, found in builders.items()}
+    text: ModuleText
 
     def replaced_classes(self) -> dict[str, type[nn.Module] | ForwardOf]:
         """Class of the module -> replacement, for every class key of the patcher."""
-        own, mapping = module_classes(self.modeling), self.patcher.class_mapping
+        own, mapping = _classes(self.text), self.patcher.class_mapping
         named = {name: find_key(name, mapping) or find_like(cls, mapping) for name, cls in own.items()}
         keys = {name: key for name, key in named.items() if key is not None}
         hit: set[str] = {each for name in keys for each in (*hits(name, mapping), *likes_of(own[name], mapping))}
@@ -180,49 +174,53 @@ class _Description(NamedTuple):
                 name, each.replacement, name_map=dependencies.bring(each.replacement, asked)
             )
 
-    def write_fused(self, resolution: Resolution, dependencies: Dependencies, inits: Mapping[str, str]) -> None:
-        """The code of what fusions do to the modules that stand."""
+    def write_fused(
+        self, resolution: Resolution, layers: FusedLayers, dependencies: Dependencies
+    ) -> Mapping[str, Sequence[Layout]]:
+        """The code of what fusions do to the modules that stand; gives their layouts."""
         if not resolution.fused:
             refused = "; ".join(sorted(set(resolution.refused.values()))[:3])
             raise self.described.error(
                 f"the fusions {list(self.patcher.fusions)!r} find nothing to fuse in "
                 f"{type(self.stock).__name__}{': ' + refused if refused else ''}."
             )
-        modules = dict(named_modules(self.stock))
-        owners = Owners(self.described, modules, module_classes(self.modeling), resolution.refused, dict(inits))
-        by_class: dict[type[nn.Module], dict[str, type[nn.Module]]] = {}
         plan = resolution.fusion_plan
         fusions = {path: fusion_named(fusion) for fusion, paths in plan.by_fusion.items() for path in paths}
-        fusing: dict[str, str] = {}
+        layouts = {path: tuple(fusions[path].layouts(layers.modules[path])) for path in resolution.fused}
+        by_class: dict[type[nn.Module], dict[str, Any]] = {}
+        others: dict[type[nn.Module], dict[str, Any]] = {}
         for path, cls in resolution.fused.items():
             if path in plan.rebuilt:
                 continue
-            bring = partial(dependencies.operation, asked=f"from_patcher(), for {fusions[path]!r},")
-            layouts = [layout_text(layout, bring) for layout in fusions[path].layouts(modules[path])]
-            fusing[path] = f"fuse({', '.join(['{}', *layouts])})"
+            original = resolution.original_classes[path]
             if issubclass(cls, FusedModule):
-                by_class.setdefault(resolution.original_classes[path], {})[path] = cls
+                self._check_home(path, original)
+                by_class.setdefault(original, {})[path] = cls
                 continue
             if not is_importable(cls):
                 raise self.described.error(
                     f"{fusions[path]!r} gives {path} a class that is made for its shape, and a file imports classes. "
                     "Load with the patcher itself."
                 )
-            bring(cls)
-            owner, part = owners.part(path, resolution.fused)
-            statement = f"{part} = {fusing[path].format(part).removesuffix(')')}, into={cls.__name__})"
-            owners.add(owner, statement, f"{part.removeprefix('self.')} is a {cls.__name__}")
-        if fusing:
-            self.described.add_import(RUNTIME, names=["fuse"])
+            others.setdefault(cls, {})[path] = cls
         for original, fused in sorted(by_class.items(), key=lambda item: item[0].__name__):
-            path = next(iter(fused))
-            self._check_home(path, original)
-            bring = partial(dependencies.operation, asked=f"from_patcher(), for {fusions[path]!r},")
-            write_rewritten(owners, original, fused, fusing, bring)
-        owners.write()
+            path, cls = next(iter(fused.items()))
+            if issubclass(cls, JoinedProjections):
+                layers.join(original, fused)
+            elif issubclass(cls, LinearExperts):
+                layers.check_all(original, fused)
+                layers.experts(original, cls, layers.modules[path])
+            else:
+                raise self.described.refusal(
+                    f"{path} gets a {cls.__name__}, which is no class of the families qkv, gate_up, kv, siblings and "
+                    "sequential_experts"
+                )
+        for cls, fused in others.items():
+            layers.replace(cls, fused, partial(dependencies.operation, asked=f"from_patcher(), for {cls.__name__},"))
+        return layouts
 
     def _check_home(self, path: str, original: type[nn.Module]) -> None:
-        if module_classes(self.modeling).get(original.__name__) is not original:
+        if not self.text.own(original):
             raise self.described.error(
                 f"a fusion takes {path}, a {original.__name__} of {original.__module__}, which is "
                 f"not defined in {self.modeling.__name__}. Call from_patcher() with a model of that module."
@@ -249,6 +247,12 @@ class _Description(NamedTuple):
                     f"{type(module).__name__}, are: a file has one forward for a class. Load with the patcher itself."
                 )
         return found
+
+
+def _classes(text: ModuleText) -> dict[str, type[nn.Module]]:
+    """The modules that a file defines, by name."""
+    found = {name: vars(text.module).get(name) for name in text.classes}
+    return {name: cls for name, cls in found.items() if isinstance(cls, type) and issubclass(cls, nn.Module)}
 
 
 def _replace(

@@ -14,8 +14,8 @@ from typing import Any, TypeGuard
 
 from torch import nn
 
+from patcher.codegen.additions import Blocks, Helpers
 from patcher.codegen.generation.generator import Generated, build
-from patcher.codegen.runtime import CONVERSIONS
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec
 from patcher.errors import CodegenError
 from patcher.functions.references import references_of
@@ -34,6 +34,10 @@ _COMPOUND = (ast.If, ast.Try, ast.With, ast.For, ast.While)  # their statements 
 def to_patcher(config: PatchSpec) -> Patcher:
     """See `PatchConfig.to_patcher`."""
     install()  # what is made here may be the first that a process has of this package
+    if isinstance(config.runtime, Patcher):
+        rest = _without(config, lambda patch: patch in config.of_runtime)
+        rest.runtime, rest.renamed, rest.endings, rest.helpers = None, {}, Blocks(), Helpers()
+        return config.runtime | to_patcher(rest) if rest.patches else config.runtime
     generated = build(config)
     module = execute(generated)
     classes = _replacements(generated, module)
@@ -43,14 +47,12 @@ def to_patcher(config: PatchSpec) -> Patcher:
         if classes.keys() <= changed.keys():
             functions = {}  # every class that calls them is replaced, and calls those of its own module
         classes = changed
-    own = vars(module).get(CONVERSIONS)
-    conversions = own if isinstance(own, Patcher) else Patcher()
-    if not classes and not functions and conversions == Patcher():
+    if not classes and not functions:
         raise config.error(
             f"to_patcher() would change nothing: no nn.Module class of {config.source_module} is "
             "patched, or uses what is patched. Use generate() or write() for this config."
         )
-    return conversions.replace(
+    return Patcher(
         class_mapping=classes,
         function_mapping=functions,
         alternatives=[tuple(classes)] if len(classes) > 1 else (),

@@ -147,6 +147,8 @@ def _edit(
     stubs: list[Place] = []
     for place in found:
         name, patches = _name(place), by_name[_name(place)]
+        if name in config.renamed and isinstance(place.node, ast.ClassDef):
+            context.rename(place.node, config.renamed[name])
         if not patches:
             continue
         guarded = place.owner is not tree

@@ -72,7 +72,7 @@ def _changes(
     def marked(name: str) -> str:
         return f"{name}~{originals[name]}" if name in originals else name
 
-    changes: dict[str, list[str]] = {}
+    changes: dict[str, list[str]] = {"fuse": list(map(marked, config.derived))} if config.derived else {}
     for patch in patches:
         changes.setdefault(patch.kind.value, []).append(marked(patch.definition))
     others: list[tuple[str, Iterable[str]]] = [
@@ -80,6 +80,7 @@ def _changes(
         ("add helper", sorted(helper.source.name for helper in config.helpers)),
         ("add code behind the imports", [""] * bool(config.blocks)),
         ("add import", sorted({name for entry in config.imports for name in entry.bound()})),
+        ("rename", sorted(config.renamed)),
         ("drop import", sorted({*config.dropped, *orphans})),
         ("drop decorator", [f"{name} of {target}" for target, name in sorted(config.undecorated)]),
         ("leave out", map(marked, sorted(config.excluded))),

@@ -115,6 +115,11 @@ class Context:
         start, end = text.start_of(start_line(place.node)), text.end_of(text.last_line(place.node))
         self.edits.append(Edit(start, end, self.newline.join(lines)))
 
+    def rename(self, node: ast.ClassDef, name: str) -> None:
+        """Give a class of the top level another name; the one that it has stays another name for it."""
+        self.edits.append(Edit(*self.text.name_of(node), name))
+        self.behind.setdefault(node, []).append(["", "", f"{node.name} = {name}"])
+
     def put_above(self, place: Place, lines: Sequence[str]) -> None:
         """Write lines right above a statement, indented as it is, where `# Copied from` isn't true any more."""
         text, indent = self.text, self.indent(place.node)

@@ -29,24 +29,28 @@ class Provenance:
     Attributes:
         originals: the name of each definition that is replaced, with the fingerprint of what it was.
         at_patches: those whose fingerprints stand at their patches, because the header has no room for them.
+        unplaced: those whose code is from no line of a config: a Patcher says what it is.
     """
 
     originals: Mapping[str, str]
     at_patches: frozenset[str]
+    unplaced: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, config: PatchSpec, original: ast.Module) -> Provenance:
         """The origins of all that a config replaces in a module."""
-        patched = [patch.definition for patch in config.patches]
+        patched = [patch.definition for patch in config.patches if not (patch.new and patch in config.of_runtime)]
+        patched += config.derived
         found = {name: fingerprint(find(original, name)) for name in sorted({*patched, *_rebound(config)})}
         crowded = sum(len(name) + 11 for name in found) > _ROOM
-        return cls(found, frozenset(patched if crowded else ()))
+        unplaced = frozenset(patch.definition for patch in config.of_runtime)
+        return cls(found, frozenset(patched if crowded else ()), unplaced)
 
     def comment(self, patch: Patch) -> list[str]:
         """The line above a patch: the place that its code is from."""
-        place = config_line(patch.place)
+        place = config_line(patch.place) if patch.definition not in self.unplaced else ""
         parts = [f"from {place}"] if place else []
-        if patch.definition in self.at_patches:
+        if patch.definition in self.at_patches and patch.definition in self.originals:
             parts.append(f"in place of {patch.definition} {self.originals[patch.definition]}")
         return [", ".join(parts)] if parts else []
 

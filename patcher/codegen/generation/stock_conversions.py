@@ -44,7 +44,10 @@ def with_stock_conversions(
         text: the text so far.
     """
     own = any(patch.target.rpartition(".")[2] == METHOD for patch in config.patches)
-    if own or not source.name.startswith("transformers.") or not _concerns(source, original):
+    wanted = config.converts_as_stock
+    if own or wanted is False or not source.name.startswith("transformers."):
+        return text, []
+    if wanted is None and not _concerns(source, original):
         return text, []
     tree = parsed(text)
     classes = {node.name: node for node in top_level(tree.body) if isinstance(node, ast.ClassDef)}
@@ -202,8 +205,7 @@ def _check_names(config: PatchSpec, original: ast.Module, classes: dict[str, ast
                 if base in known:
                     raise config.error(
                         f"{name} inherits from {base}, whose checkpoints transformers converts by the name of the "
-                        f"class: it would read them wrongly. Call it {base}, with replace_class({base!r}), or give "
-                        "the file conversions of its own with config.add_conversions()."
+                        f"class: it would read them wrongly. Call it {base}, with replace_class({base!r})."
                     )
             waiting += [classes[base] for base in bases if base in classes]
 

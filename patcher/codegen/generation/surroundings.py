@@ -24,6 +24,7 @@ from patcher.source.scopes import (
     statements_of,
 )
 
+_WIDTH = 119
 _SPACE = r"(?:\s|\\\r?\n)*"
 _RELATIVE = re.compile(
     rf"from(?P<before>{_SPACE})(?:\.{_SPACE})*\.(?P<dots>{_SPACE})(?P<name>[^\W\d]\w*(?:{_SPACE}\.{_SPACE}[^\W\d]\w*)*)?"
@@ -45,6 +46,12 @@ def absolute_imports(source: SourceModule, text: Text, where: Location) -> Itera
         assert match is not None
         name = absolute_name("." * node.level + (node.module or ""), source.package, source.name, where)
         behind = match["behind"] if node.module else match["dots"] + match["behind"]  # needs none beside a dot
+        line = f"from {name} import {text.text[match.end() : text.span(node)[1]].lstrip()}"
+        if len(line) + node.col_offset > _WIDTH and text.is_alone(node) and "\n" not in line and "(" not in line:
+            indent, end = text.indent(node.lineno), text.line_break(node.lineno)
+            listed = "".join(f"{indent}    {ast.unparse(alias)},{end}" for alias in node.names)
+            yield Edit(start, text.span(node)[1], f"from {name} import ({end}{listed}{indent})")
+            continue
         yield Edit(start, match.end(), f"from{match['before'] or ' '}{name}{behind or ' '}import")
 
 
@@ -268,6 +275,9 @@ def insert(
             )
         context.behind.setdefault(outermost[name], []).extend(_helpers(by_anchor, name, context))
     left = [node for node in body if node not in gone]
+    if config.endings:
+        last = next(node for node in reversed(left) if isinstance(node, Definition))
+        context.behind.setdefault(last, []).extend(["", "", *block.code.split("\n")] for block in config.endings)
     for node, parts in context.behind.items():
         if parts:
             following = next((each for each in left if body.index(each) > body.index(node)), None)

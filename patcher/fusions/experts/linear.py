@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from patcher.compat.standing_alone import ListedExperts
 from patcher.errors import InvalidPatcherError
 from patcher.fusions import FusedModule
-from patcher.fusions.experts.listed import ListedExperts
 from patcher.fusions.experts.matrices import Matrices
 
 #: What a class declares: transformers' decorator sets these, a class of one's own has them in its body.

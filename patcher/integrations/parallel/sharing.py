@@ -25,9 +25,9 @@ from torch import nn
 from patcher.compat.conversions import target_patterns
 from patcher.compat.models import named_modules, state_tensors
 from patcher.compat.parallel import in_plan, set_plans, sizes
+from patcher.compat.standing_alone import ListedExperts
 from patcher.errors import InvalidPatcherError
 from patcher.expressions import search
-from patcher.fusions.experts.listed import ListedExperts
 from patcher.fusions.experts.matrices import Matrices
 from patcher.fusions.families import fusion_named
 from patcher.integrations.parallel.plans import (

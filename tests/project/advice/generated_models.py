@@ -20,7 +20,7 @@ from tests.codegen.unwritable import Unspeakable
 from tests.project.advice import Place, Steps, advice, load, same
 from tests.project.advice.generated_files import importable
 from tests.support.comparing import logits
-from tests.support.replaced_elsewhere import AdaptedMLP, JoinedMLP, NegatedMLP
+from tests.support.replaced_elsewhere import JoinedMLP, NegatedMLP
 from tests.support.tiny import tiny_llama_config, tiny_mixtral_config
 
 LLAMA = "transformers.models.llama.modeling_llama"
@@ -202,18 +202,6 @@ class Own(LlamaForCausalLM):
         for layer in self.model.layers:
             layer.mlp = OwnMLP(config)
 """
-OWN_SAVE = "\n    def save_pretrained(self, *args, **kwargs):\n        super().save_pretrained(*args, **kwargs)\n"
-
-
-@advice("{} has a {} of its own, which the file would have to replace. Load with the patcher itself.")
-def a_model_that_saves_in_its_own_way(at: Place) -> Steps:
-    patcher = Patcher({"OwnMLP": AdaptedMLP}, new_weights=r"mlp\.adapter$")
-    with own_module(at, OWN_MODEL + OWN_SAVE) as module:
-        yield lambda: file_of(patcher, module.Own)
-        expected = module.Own.from_pretrained(at.llama, patcher=patcher)
-        assert (expected.model.layers[1].mlp.adapter == 0.25).all()
-    with own_module(at, OWN_MODEL) as module, imported(at, file_of(patcher, module.Own)) as file:  # the reason it is
-        close(file.Own.from_pretrained(at.llama), expected)
 
 
 @advice("which is not defined in {}. Call from_patcher() with a model of that module.")

@@ -1,11 +1,11 @@
 # ----------------------------------------------------------------------------------------
 # GENERATED FILE: change the config that it is made from, not this file.
-# Source:  transformers.models.llama.modeling_llama (transformers 5.23.0)
+# Source:  transformers.models.llama.modeling_llama (transformers 5.24.0)
 # About:   What the patcher 'Llama with qkv joined' does to the models of this module.
 # Made by: patcher codegen examples/codegen/llama/llama_patch_gen_config.py
-# Differs: modify init LlamaAttention.__init__ 34fe90c3; override method
-#          LlamaAttention.forward 66d18726; external (4 times); add code behind the imports;
-#          add import (4 times)
+# Differs: fuse LlamaAttention a7557c21; override method (7 times); add method
+#          LlamaPreTrainedModel.is_custom_code; add helper (7 times); add code behind the
+#          imports; add import (11 times); rename LlamaModel
 # ----------------------------------------------------------------------------------------
 # Copyright 2022 EleutherAI and the HuggingFace Inc. team. All rights reserved.
 #
@@ -49,21 +49,102 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_u
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple, logging
+from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 from transformers.models.llama.configuration_llama import LlamaConfig
 
 # [ADDED IMPORTS]
-from patcher import Patcher
-from patcher.codegen import runtime
-from patcher.codegen.runtime import Rows, fuse
-from transformers.models.llama import modeling_llama as original
+from copy import deepcopy
+from transformers.conversion_mapping import get_model_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 # [ADDED CODE]
-# Why: how checkpoints of the original become those of the models here, and back
-CONVERSIONS = Patcher(
-    name="Llama with qkv joined",
-)
+# Why: the models here have names of their own, by which transformers finds their conversions
+OWN_NAME = "Qkv"
+
+
+# ======================================================================
+# [HELPERS]
+# ======================================================================
+class SplitRows(ConversionOps):
+    """One layer as the checkpoint's several; the modules that have such layers say how many rows are whose."""
+
+    @torch.no_grad()
+    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name, model, **kwargs):
+        (rows,) = (value[0] if isinstance(value, list) else value for value in input_dict.values())
+        joined = full_layer_name.replace(target_patterns[0], source_patterns[0]).removesuffix(".weight")
+        owner, _, name = joined.removesuffix(".bias").rpartition(".")
+        listed = {tuple(getattr(each, f"{name}_sizes", ())) for each in model.modules()}
+        sizes = [each for each in listed if sum(each) == len(rows)]
+        if len(sizes) != 1:  # this layer's: by its name, which isn't yet that of the checkpoint
+            sizes = [getattr(model.get_submodule(owner), f"{name}_sizes")]
+        return {part: piece.clone() for part, piece in zip(target_patterns, rows.split(sizes[0]), strict=True)}
+
+    @property
+    def reverse_op(self):
+        return JoinRows()
+
+
+class JoinRows(Concatenate):
+    """Several of the checkpoint's layers as one, row by row."""
+
+    @property
+    def reverse_op(self):
+        return SplitRows()
+
+
+def converted(model, state_dict, conversions, renamed_first):
+    """A state dict after conversions: renamings, then one converter at most, or the other way round."""
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    before, after = (renamings, []) if renamed_first else ([], renamings)
+    result, collected = {}, {}
+    for key in sorted(state_dict, key=dot_natural_key):
+        name, pattern = rename_source_key(key, before, converters)
+        if pattern is None:
+            result[rename_source_key(name, after, [])[0]] = state_dict[key]
+        else:
+            converter = collected.setdefault(name, deepcopy(by_pattern[pattern]))
+            converter.add_tensor(name, key, pattern, state_dict[key])
+    for name, converter in collected.items():
+        for target, tensor in converter.convert(name, model=model, config=model.config).items():
+            result[rename_source_key(target, after, [])[0]] = tensor[0] if isinstance(tensor, list) else tensor
+    return result
+
+
+def in_own_layout(model, state_dict):
+    """A state dict whose tensors of the original's checkpoints have become those that the model has."""
+    known = model.state_dict().keys()
+    if state_dict.keys() <= known:
+        return state_dict
+    others = {key: tensor for key, tensor in state_dict.items() if key not in known}
+    own = {key: tensor for key, tensor in state_dict.items() if key in known}
+    return own | converted(model, others, get_model_conversion_mapping(model, add_legacy=False), True)
+
+
+def in_natural_order(state_dict):
+    """A checkpoint in the order of its names, in which the original writes it, file by file."""
+    return {key: state_dict[key] for key in sorted(state_dict, key=dot_natural_key)}
+
+
+def in_original_layout(model, state_dict):
+    """A state dict as the original's checkpoints have it: what its load has converted, the other way round."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # it wasn't loaded
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
+    return converted(model, state_dict, [each.reverse_transform() for each in reversed(conversions)], False)
 
 
 logger = logging.get_logger(__name__)
@@ -126,7 +207,6 @@ class LlamaRotaryEmbedding(nn.Module):
         inv_freq = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))
         return inv_freq, attention_factor
 
-    @torch.no_grad()
     @dynamic_rope_update  # power user: used with advanced RoPE types (e.g. dynamic rope)
     def forward(self, x, position_ids):
         freqs = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float)
@@ -223,18 +303,11 @@ def eager_attention_forward(
     return attn_output, attn_weights
 
 
-# ======================================================================
-# [MODIFIED CLASS] LlamaAttention
-# Methods patched: __init__, forward
-#   __init__: q_proj, k_proj and v_proj as one qkv_proj
-#   forward: q_proj, k_proj and v_proj as one qkv_proj
-# ======================================================================
 @use_kernelized_func(apply_rotary_pos_emb)
 class LlamaAttention(nn.Module):
     """Multi-headed attention from 'Attention Is All You Need' paper"""
 
-    # The __init__ of the original, called by the patched one below.
-    def _original_init(self, config: LlamaConfig, layer_idx: int):
+    def __init__(self, config: LlamaConfig, layer_idx: int):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
@@ -257,33 +330,27 @@ class LlamaAttention(nn.Module):
             config.num_attention_heads * self.head_dim, config.hidden_size, bias=config.attention_bias
         )
 
-    # from examples/codegen/llama/llama_patch_gen_config.py:14
-    def __init__(self, *args, **kwargs):
-        LlamaAttention._original_init(self, *args, **kwargs)
-        fuse(self, Rows(["q_proj.weight", "k_proj.weight", "v_proj.weight"], "qkv_proj.weight"))
-
-    # from examples/codegen/llama/llama_patch_gen_config.py:14
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         input_shape = hidden_states.shape[:-1]
         hidden_shape = (*input_shape, -1, self.head_dim)
 
-        q_proj_output, k_proj_output, v_proj_output = self.qkv_proj(hidden_states).split(self.qkv_proj_sizes, dim=-1)
-        query_states = q_proj_output.view(hidden_shape).transpose(1, 2)
-        key_states = k_proj_output.view(hidden_shape).transpose(1, 2)
-        value_states = v_proj_output.view(hidden_shape).transpose(1, 2)
+        query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
 
         cos, sin = position_embeddings
         query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
 
-        if past_key_values is not None:
-            key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
+        if cache is not None:
+            key_states, value_states = cache.update(key_states, value_states, self.layer_idx, kwargs=kwargs)
 
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
@@ -305,23 +372,98 @@ class LlamaAttention(nn.Module):
         return attn_output, attn_weights
 
 
+# ======================================================================
+# [HELPERS]
+# ======================================================================
+@use_kernelized_func(apply_rotary_pos_emb)
+class FusedLlamaAttention(LlamaAttention):
+    """LlamaAttention with q_proj, k_proj and v_proj as one qkv_proj."""
+
+    def __init__(self, config: LlamaConfig, layer_idx: int):
+        super(LlamaAttention, self).__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+
+        self.qkv_proj_sizes = [
+            config.num_attention_heads * self.head_dim,
+            config.num_key_value_heads * self.head_dim,
+            config.num_key_value_heads * self.head_dim,
+        ]
+        self.qkv_proj = nn.Linear(config.hidden_size, sum(self.qkv_proj_sizes), bias=config.attention_bias)
+        self.o_proj = nn.Linear(
+            config.num_attention_heads * self.head_dim, config.hidden_size, bias=config.attention_bias
+        )
+
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.head_dim)
+
+        q_proj_output, k_proj_output, v_proj_output = self.qkv_proj(hidden_states).split(self.qkv_proj_sizes, dim=-1)
+        query_states = q_proj_output.view(hidden_shape).transpose(1, 2)
+        key_states = k_proj_output.view(hidden_shape).transpose(1, 2)
+        value_states = v_proj_output.view(hidden_shape).transpose(1, 2)
+
+        cos, sin = position_embeddings
+        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+
+        if cache is not None:
+            key_states, value_states = cache.update(key_states, value_states, self.layer_idx, kwargs=kwargs)
+
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+
+        attn_output, attn_weights = attention_interface(
+            self,
+            query_states,
+            key_states,
+            value_states,
+            attention_mask,
+            dropout=0.0 if not self.training else self.attention_dropout,
+            scaling=self.scaling,
+            **kwargs,
+        )
+
+        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+        attn_output = self.o_proj(attn_output)
+        return attn_output, attn_weights
+
+
+# ======================================================================
+# [MODIFIED CLASS] LlamaDecoderLayer
+# Methods patched: __init__
+# ======================================================================
 class LlamaDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: LlamaConfig, layer_idx: int):
         super().__init__()
         self.hidden_size = config.hidden_size
 
-        self.self_attn = LlamaAttention(config=config, layer_idx=layer_idx)
+        self.self_attn = FusedLlamaAttention(config=config, layer_idx=layer_idx)
 
         self.mlp = LlamaMLP(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         use_cache: bool | None = False,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Unpack[TransformersKwargs],
@@ -333,7 +475,7 @@ class LlamaDecoderLayer(GradientCheckpointingLayer):
             hidden_states=hidden_states,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             use_cache=use_cache,
             position_embeddings=position_embeddings,
             **kwargs,
@@ -350,11 +492,7 @@ class LlamaDecoderLayer(GradientCheckpointingLayer):
 
 # ======================================================================
 # [MODIFIED CLASS] LlamaPreTrainedModel
-# Methods patched: is_custom_code, from_pretrained, _from_config, save_pretrained
-#   is_custom_code: the conversions of transformers, of parts of a model too, are those of the original
-#   from_pretrained: checkpoints of the original are converted
-#   _from_config: what is made without a checkpoint saves one of the original
-#   save_pretrained: so is what is made by a call of the class
+# Methods patched: load_state_dict, save_pretrained, prepare_distribute_model
 # ======================================================================
 @auto_docstring
 class LlamaPreTrainedModel(PreTrainedModel):
@@ -362,7 +500,6 @@ class LlamaPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["LlamaDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -374,21 +511,39 @@ class LlamaPreTrainedModel(PreTrainedModel):
         "attentions": LlamaAttention,
     }
 
-    # from examples/codegen/llama/llama_patch_gen_config.py:14
-    is_custom_code = runtime.is_custom_code
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        """Take a checkpoint of the original too, as `Trainer` has it when it resumes."""
+        return super().load_state_dict(in_own_layout(self, state_dict), *args, **kwargs)
 
-    # from examples/codegen/llama/llama_patch_gen_config.py:14
-    from_pretrained = runtime.from_pretrained
+    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, **kwargs):
+        """Write a checkpoint of the original."""
+        offloaded = {"cpu", "disk"}.intersection(getattr(self, "hf_device_map", {}).values())
+        otherwise = offloaded or getattr(self, "peft_config", None) or hasattr(self, "_patcher_record")
+        if kwargs.get("save_original_format", True) and not otherwise:
+            state_dict = self.state_dict() if state_dict is None else state_dict
+            state_dict = remove_tied_weights_from_state_dict(state_dict, self)
+            state_dict = in_natural_order(in_original_layout(self, state_dict))
+            kwargs["save_original_format"] = False
+        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+        name = next(each.__name__ for each in type(self).__mro__ if each.__module__ == __name__).removeprefix(OWN_NAME)
+        if is_main_process and name != type(self).__name__:  # the config names the class of the original
+            self.config.architectures = [name]
+            self.config.save_pretrained(save_directory)
 
-    # from examples/codegen/llama/llama_patch_gen_config.py:14
-    _from_config = runtime.from_config
+    @classmethod
+    def prepare_distribute_model(cls, *args, **kwargs):
+        """Refuse a load that is split over processes: the plans of the original name other layers than these."""
+        reason = "is of a generated file, whose layers a distributed_config or tp_plan of the original doesn't fit"
+        raise NotImplementedError(f"{cls.__name__} {reason}. Load it whole, or load the original model.")
 
-    # from examples/codegen/llama/llama_patch_gen_config.py:14
-    save_pretrained = runtime.save_pretrained
+    @classmethod
+    def is_custom_code(cls):
+        # transformers converts checkpoints for its own classes only. These read and write the very same ones.
+        return False
 
 
 @auto_docstring
-class LlamaModel(LlamaPreTrainedModel):
+class QkvLlamaModel(LlamaPreTrainedModel):
     def __init__(self, config: LlamaConfig):
         super().__init__(config)
         self.padding_idx = config.pad_token_id
@@ -405,6 +560,7 @@ class LlamaModel(LlamaPreTrainedModel):
         # Initialize weights and apply final processing
         self.post_init()
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @merge_with_config_defaults
     @capture_outputs
     @auto_docstring
@@ -413,7 +569,7 @@ class LlamaModel(LlamaPreTrainedModel):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
@@ -424,11 +580,11 @@ class LlamaModel(LlamaPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds: torch.Tensor = self.embed_tokens(input_ids)
 
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
 
         if position_ids is None:
-            past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
+            past_seen_tokens = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
             position_ids = position_ids.unsqueeze(0)
 
@@ -436,7 +592,7 @@ class LlamaModel(LlamaPreTrainedModel):
             config=self.config,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
+            cache=cache,
             position_ids=position_ids,
         )
 
@@ -449,7 +605,7 @@ class LlamaModel(LlamaPreTrainedModel):
                 attention_mask=causal_mask,
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
+                cache=cache,
                 use_cache=use_cache,
                 **kwargs,
             )
@@ -457,8 +613,11 @@ class LlamaModel(LlamaPreTrainedModel):
         hidden_states = self.norm(hidden_states)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_states,
-            past_key_values=past_key_values,
+            cache=cache,
         )
+
+
+LlamaModel = QkvLlamaModel
 
 
 @auto_docstring
@@ -477,6 +636,7 @@ class LlamaForCausalLM(LlamaPreTrainedModel, GenerationMixin):
         # Initialize weights and apply final processing
         self.post_init()
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @can_return_tuple
     @auto_docstring
     def forward(
@@ -484,7 +644,7 @@ class LlamaForCausalLM(LlamaPreTrainedModel, GenerationMixin):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
@@ -512,7 +672,7 @@ class LlamaForCausalLM(LlamaPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
@@ -529,20 +689,80 @@ class LlamaForCausalLM(LlamaPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            cache=outputs.cache,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
 
 
-class LlamaForSequenceClassification(GenericForSequenceClassification, LlamaPreTrainedModel): ...
+# ======================================================================
+# [MODIFIED CLASS] LlamaForSequenceClassification
+# Methods patched: __init__
+# ======================================================================
+class LlamaForSequenceClassification(GenericForSequenceClassification, LlamaPreTrainedModel):
+    def __init__(self, config):
+        super(GenericForSequenceClassification, self).__init__(config)
+        self.num_labels = config.num_labels
+        self.model = LlamaModel(config)
+        self.score = nn.Linear(config.get_text_config().hidden_size, self.num_labels, bias=False)
+
+        # Initialize weights and apply final processing
+        self.post_init()
 
 
+# ======================================================================
+# [MODIFIED CLASS] LlamaForQuestionAnswering
+# Methods patched: __init__
+# ======================================================================
 class LlamaForQuestionAnswering(GenericForQuestionAnswering, LlamaPreTrainedModel):
     base_model_prefix = "transformer"  # For BC, where `transformer` was used instead of `model`
 
+    def __init__(self, config):
+        super(GenericForQuestionAnswering, self).__init__(config)
+        self.transformer = LlamaModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
 
-class LlamaForTokenClassification(GenericForTokenClassification, LlamaPreTrainedModel): ...
+        # Initialize weights and apply final processing
+        self.post_init()
+
+
+# ======================================================================
+# [MODIFIED CLASS] LlamaForTokenClassification
+# Methods patched: __init__
+# ======================================================================
+class LlamaForTokenClassification(GenericForTokenClassification, LlamaPreTrainedModel):
+    def __init__(self, config):
+        super(GenericForTokenClassification, self).__init__(config)
+        self.num_labels = config.num_labels
+        self.model = LlamaModel(config)
+        if getattr(config, "classifier_dropout", None) is not None:
+            classifier_dropout = config.classifier_dropout
+        elif getattr(config, "hidden_dropout", None) is not None:
+            classifier_dropout = config.hidden_dropout
+        else:
+            classifier_dropout = 0.1
+        self.dropout = nn.Dropout(classifier_dropout)
+        self.score = nn.Linear(
+            config.get_text_config().hidden_size,
+            config.num_labels,
+            bias=getattr(config, "token_classification_bias", True),
+        )
+
+        # Initialize weights and apply final processing
+        self.post_init()
+
+
+register_checkpoint_conversion_mapping(
+    "QkvLlamaModel",
+    [
+        WeightConverter(
+            ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+            "self_attn.qkv_proj",
+            [JoinRows()],
+        ),
+    ],
+    overwrite=True,
+)
 
 
 __all__ = [

@@ -1,12 +1,12 @@
 # ----------------------------------------------------------------------------------------
 # GENERATED FILE: change the config that it is made from, not this file.
-# Source:  transformers.models.mixtral.modeling_mixtral (transformers 5.23.0)
+# Source:  transformers.models.mixtral.modeling_mixtral (transformers 5.24.0)
 # About:   What the patcher 'Mixtral with experts as layers' does to the models of this
 #          module.
 # Made by: patcher codegen examples/codegen/mixtral/mixtral_patch_gen_config.py
-# Differs: modify init MixtralSparseMoeBlock.__init__ 640a1e82; external (4 times); add
-#          helper SequentialMixtralExperts; add code behind the imports; add import (5
-#          times)
+# Differs: replace class MixtralExperts fcbf0dde; override method (7 times); add helper (5
+#          times); add code behind the imports; add import (10 times); rename MixtralModel;
+#          drop import use_experts_implementation
 # ----------------------------------------------------------------------------------------
 # The source was itself generated, from src/transformers/models/mixtral/modular_mixtral.py.
 # Copyright 2023 Mistral AI and the HuggingFace Inc. team. All rights reserved.
@@ -38,7 +38,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.integrations import use_experts_implementation, use_kernel_forward_from_hub, use_kernelized_func
+from transformers.integrations import use_kernel_forward_from_hub, use_kernelized_func
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.modeling_layers import (
@@ -52,74 +52,141 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_u
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
+from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 
 # [ADDED IMPORTS]
-from patcher import Patcher
-from patcher.codegen import runtime
-from patcher.codegen.runtime import ListedExperts, Matrices, fuse
-from transformers.models.mixtral import modeling_mixtral as original
+from copy import deepcopy
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 # [ADDED CODE]
-# Why: how checkpoints of the original become those of the models here, and back
-CONVERSIONS = Patcher(
-    name="Mixtral with experts as layers",
-)
+# Why: the models here have names of their own, by which transformers finds their conversions
+OWN_NAME = "SequentialExperts"
+STOCK_CONVERSIONS = ("mixtral",)
 
 
-@use_experts_implementation
-class MixtralExperts(nn.Module):
-    """Collection of expert weights stored as 3D tensors."""
+# ======================================================================
+# [HELPERS]
+# ======================================================================
+class ListedExperts(nn.Module):
+    """Experts that are modules: the children that have numbers as names. It is indexed as a list of them."""
+
+    def __len__(self):
+        return sum(name.isdigit() for name in self._modules)
+
+    def __iter__(self):
+        return iter([self[number] for number in range(len(self))])
+
+    def __getitem__(self, number):
+        if isinstance(number, slice):
+            return [self[each] for each in range(*number.indices(len(self)))]
+        position = int(number)
+        name = str(position + len(self) if position < 0 else position)
+        if name not in self._modules or name.startswith("-"):
+            raise IndexError(f"expert {position} of {len(self)}")
+        return self._modules[name]
+
+    def every_expert_runs(self) -> bool:
+        """Whether experts without tokens run too, on no rows: their gradients are zero then, and not None."""
+        is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # since torch 2.7
+        if is_exporting() or any(hasattr(parameter, "placements") for parameter in self.parameters()):
+            return True
+        return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
+
+
+def converted(model, state_dict, conversions, renamed_first):
+    """A state dict after conversions: renamings, then one converter at most, or the other way round."""
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    before, after = (renamings, []) if renamed_first else ([], renamings)
+    result, collected = {}, {}
+    for key in sorted(state_dict, key=dot_natural_key):
+        name, pattern = rename_source_key(key, before, converters)
+        if pattern is None:
+            result[rename_source_key(name, after, [])[0]] = state_dict[key]
+        else:
+            converter = collected.setdefault(name, deepcopy(by_pattern[pattern]))
+            converter.add_tensor(name, key, pattern, state_dict[key])
+    for name, converter in collected.items():
+        for target, tensor in converter.convert(name, model=model, config=model.config).items():
+            result[rename_source_key(target, after, [])[0]] = tensor[0] if isinstance(tensor, list) else tensor
+    return result
+
+
+def in_own_layout(model, state_dict):
+    """A state dict whose tensors of the original's checkpoints have become those that the model has."""
+    known = model.state_dict().keys()
+    if state_dict.keys() <= known:
+        return state_dict
+    others = {key: tensor for key, tensor in state_dict.items() if key not in known}
+    own = {key: tensor for key, tensor in state_dict.items() if key in known}
+    return own | converted(model, others, get_model_conversion_mapping(model, add_legacy=False), True)
+
+
+def in_original_layout(model, state_dict):
+    """A state dict as the original's checkpoints have it: what its load has converted, the other way round."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # it wasn't loaded
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
+    return converted(model, state_dict, [each.reverse_transform() for each in reversed(conversions)], False)
+
+
+def in_original_order(state_dict):
+    """A checkpoint in the order of the original's parameters, in which that one writes it, file by file."""
+    conversions = [each for key in STOCK_CONVERSIONS for each in get_checkpoint_conversion_mapping(key) or ()]
+    conversions = [each for each in conversions if not each.source_patterns[0].startswith("^")]
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    targets = {pattern: each.target_patterns for each in converters for pattern in each.source_patterns}
+
+    def place(key):
+        name, pattern = rename_source_key(key, renamings, converters)
+        first, *others = targets.get(pattern, [""])
+        names = [name, *(name.replace(first, each) for each in others)]
+        return min(map(dot_natural_key, names)), [*targets, None].index(pattern), dot_natural_key(key)
+
+    return {key: state_dict[key] for key in sorted(state_dict, key=place)}
+
+
+# ======================================================================
+# [PATCHED CLASS] MixtralExperts
+# ======================================================================
+class MixtralExperts(ListedExperts):
+    """Each expert as linear layers of its own, which are called one expert after the other."""
 
     def __init__(self, config: MixtralConfig):
         super().__init__()
         self.num_experts = config.num_local_experts
         self.hidden_dim = config.hidden_size
         self.intermediate_dim = config.intermediate_size
-        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))
-        self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
+        for number in range(self.num_experts):
+            expert = nn.Module()
+            expert.gate_proj = nn.Linear(self.hidden_dim, self.intermediate_dim, bias=False)
+            expert.up_proj = nn.Linear(self.hidden_dim, self.intermediate_dim, bias=False)
+            expert.down_proj = nn.Linear(self.intermediate_dim, self.hidden_dim, bias=False)
+            self.add_module(str(number), expert)
         self.act_fn = ACT2FN[config.hidden_act]
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
-    ) -> torch.Tensor:
-        final_hidden_states = torch.zeros_like(hidden_states)
-        with torch.no_grad():
-            expert_mask = torch.nn.functional.one_hot(top_k_index, num_classes=self.num_experts + 1)
-            expert_mask = expert_mask.permute(2, 1, 0)
-            expert_hit = torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonzero()
-
-        for expert_idx in expert_hit:
-            expert_idx = expert_idx[0]
-            if expert_idx == self.num_experts:
-                continue
-            top_k_pos, token_idx = torch.where(expert_mask[expert_idx])
-            current_state = hidden_states[token_idx]
-            gate, up = nn.functional.linear(current_state, self.gate_up_proj[expert_idx]).chunk(2, dim=-1)
-            current_hidden_states = self.act_fn(gate) * up
-            current_hidden_states = nn.functional.linear(current_hidden_states, self.down_proj[expert_idx])
-            current_hidden_states = current_hidden_states * top_k_weights[token_idx, top_k_pos, None]
-            final_hidden_states.index_add_(0, token_idx, current_hidden_states.to(final_hidden_states.dtype))
-
-        return final_hidden_states
-
-
-# ======================================================================
-# [HELPERS]
-# ======================================================================
-# Why: linear layers for each expert
-class SequentialMixtralExperts(ListedExperts, MixtralExperts):
-    """MixtralExperts with linear layers for each expert."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        output = self.empty_output(hidden_states, top_k_weights)
+        output = torch.zeros_like(hidden_states)
         # (experts, choices, tokens). A choice of one expert more than there are is none.
         mask = nn.functional.one_hot(top_k_index, len(self) + 1).permute(2, 1, 0)[: len(self)]
         # On the CPU, where looking an expert up by its number doesn't wait for an accelerator each time. And not in a
@@ -131,19 +198,9 @@ class SequentialMixtralExperts(ListedExperts, MixtralExperts):
             output.index_add_(0, token, rows.to(output.dtype))
         return output.to(hidden_states.dtype)
 
-    def run_expert(self, expert: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-        if self.has_gate:
-            gate, up = expert.gate_proj(rows), expert.up_proj(rows)
-            both = torch.cat((gate, up), -1) if self.is_concatenated else torch.stack((gate, up), -1).flatten(-2)
-            rows = self._apply_gate(both)
-        else:
-            rows = self.act_fn(expert.up_proj(rows))
-        rows = expert.down_proj(rows)
-        # since transformers 5.23
-        return self.post_expert_norm(rows) if getattr(self, "has_post_expert_norm", False) else rows
-
-    def empty_output(self, hidden_states: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(hidden_states)
+    def run_expert(self, expert, hidden_states):
+        hidden_states = self.act_fn(expert.gate_proj(hidden_states)) * expert.up_proj(hidden_states)
+        return expert.down_proj(hidden_states)
 
 
 class MixtralTopKRouter(nn.Module):
@@ -164,25 +221,13 @@ class MixtralTopKRouter(nn.Module):
         return router_logits, router_scores, router_indices
 
 
-# ======================================================================
-# [MODIFIED CLASS] MixtralSparseMoeBlock
-# Methods patched: __init__
-#   __init__: experts: linear layers for each expert
-# ======================================================================
 class MixtralSparseMoeBlock(nn.Module):
-    # The __init__ of the original, called by the patched one below.
-    def _original_init(self, config):
+    def __init__(self, config):
         super().__init__()
         self.top_k = config.num_experts_per_tok
         self.jitter_noise = config.router_jitter_noise
         self.gate = MixtralTopKRouter(config)
         self.experts = MixtralExperts(config)
-
-    # from examples/codegen/mixtral/mixtral_patch_gen_config.py:14
-    def __init__(self, *args, **kwargs):
-        MixtralSparseMoeBlock._original_init(self, *args, **kwargs)
-        self.experts.__class__ = SequentialMixtralExperts
-        fuse(self.experts, Matrices("gate_up_proj", layers=("gate_proj.weight", "up_proj.weight")), Matrices("down_proj", layers=("down_proj.weight",)))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         batch_size, sequence_length, hidden_dim = hidden_states.shape
@@ -252,7 +297,6 @@ class MixtralRotaryEmbedding(nn.Module):
         inv_freq = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))
         return inv_freq, attention_factor
 
-    @torch.no_grad()
     @dynamic_rope_update  # power user: used with advanced RoPE types (e.g. dynamic rope)
     def forward(self, x, position_ids):
         freqs = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float)
@@ -351,12 +395,13 @@ class MixtralAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=False)
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Unpack[FlashAttentionKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         input_shape = hidden_states.shape[:-1]
@@ -369,8 +414,8 @@ class MixtralAttention(nn.Module):
         cos, sin = position_embeddings
         query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
 
-        if past_key_values is not None:
-            key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
+        if cache is not None:
+            key_states, value_states = cache.update(key_states, value_states, self.layer_idx, kwargs=kwargs)
 
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
@@ -404,13 +449,14 @@ class MixtralDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = MixtralRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = MixtralRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
         residual = hidden_states
@@ -420,7 +466,7 @@ class MixtralDecoderLayer(GradientCheckpointingLayer):
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             **kwargs,
         )
         hidden_states = residual + hidden_states
@@ -433,11 +479,7 @@ class MixtralDecoderLayer(GradientCheckpointingLayer):
 
 # ======================================================================
 # [MODIFIED CLASS] MixtralPreTrainedModel
-# Methods patched: is_custom_code, from_pretrained, _from_config, save_pretrained
-#   is_custom_code: the conversions of transformers, of parts of a model too, are those of the original
-#   from_pretrained: checkpoints of the original are converted
-#   _from_config: what is made without a checkpoint saves one of the original
-#   save_pretrained: so is what is made by a call of the class
+# Methods patched: _init_weights, load_state_dict, save_pretrained, prepare_distribute_model
 # ======================================================================
 @auto_docstring
 class MixtralPreTrainedModel(PreTrainedModel):
@@ -445,7 +487,6 @@ class MixtralPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["MixtralDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -458,31 +499,40 @@ class MixtralPreTrainedModel(PreTrainedModel):
         "attentions": MixtralAttention,
     }
 
-    @torch.no_grad()
     def _init_weights(self, module):
         super()._init_weights(module)
         std = self.config.initializer_range
-        if isinstance(module, MixtralExperts):
-            init.normal_(module.gate_up_proj, mean=0.0, std=std)
-            init.normal_(module.down_proj, mean=0.0, std=std)
-        elif isinstance(module, MixtralTopKRouter):
+        if isinstance(module, MixtralTopKRouter):
             init.normal_(module.weight, mean=0.0, std=std)
 
-    # from examples/codegen/mixtral/mixtral_patch_gen_config.py:14
-    is_custom_code = runtime.is_custom_code
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        """Take a checkpoint of the original too, as `Trainer` has it when it resumes."""
+        return super().load_state_dict(in_own_layout(self, state_dict), *args, **kwargs)
 
-    # from examples/codegen/mixtral/mixtral_patch_gen_config.py:14
-    from_pretrained = runtime.from_pretrained
+    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, **kwargs):
+        """Write a checkpoint of the original."""
+        offloaded = {"cpu", "disk"}.intersection(getattr(self, "hf_device_map", {}).values())
+        otherwise = offloaded or getattr(self, "peft_config", None) or hasattr(self, "_patcher_record")
+        if kwargs.get("save_original_format", True) and not otherwise:
+            state_dict = self.state_dict() if state_dict is None else state_dict
+            state_dict = remove_tied_weights_from_state_dict(state_dict, self)
+            state_dict = in_original_order(in_original_layout(self, state_dict))
+            kwargs["save_original_format"] = False
+        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+        name = next(each.__name__ for each in type(self).__mro__ if each.__module__ == __name__).removeprefix(OWN_NAME)
+        if is_main_process and name != type(self).__name__:  # the config names the class of the original
+            self.config.architectures = [name]
+            self.config.save_pretrained(save_directory)
 
-    # from examples/codegen/mixtral/mixtral_patch_gen_config.py:14
-    _from_config = runtime.from_config
-
-    # from examples/codegen/mixtral/mixtral_patch_gen_config.py:14
-    save_pretrained = runtime.save_pretrained
+    @classmethod
+    def prepare_distribute_model(cls, *args, **kwargs):
+        """Refuse a load that is split over processes: the plans of the original name other layers than these."""
+        reason = "is of a generated file, whose layers a distributed_config or tp_plan of the original doesn't fit"
+        raise NotImplementedError(f"{cls.__name__} {reason}. Load it whole, or load the original model.")
 
 
 @auto_docstring
-class MixtralModel(MixtralPreTrainedModel):
+class SequentialExpertsMixtralModel(MixtralPreTrainedModel):
     def __init__(self, config: MixtralConfig):
         super().__init__(config)
         self.padding_idx = config.pad_token_id
@@ -502,12 +552,13 @@ class MixtralModel(MixtralPreTrainedModel):
     @merge_with_config_defaults
     @capture_outputs
     @auto_docstring
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
@@ -515,14 +566,14 @@ class MixtralModel(MixtralPreTrainedModel):
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
 
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
 
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
 
         if position_ids is None:
-            past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
+            past_seen_tokens = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
             position_ids = position_ids.unsqueeze(0)
 
@@ -531,7 +582,7 @@ class MixtralModel(MixtralPreTrainedModel):
             config=self.config,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
+            cache=cache,
             position_ids=position_ids,
         )
 
@@ -543,7 +594,7 @@ class MixtralModel(MixtralPreTrainedModel):
                 hidden_states,
                 attention_mask=causal_mask,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
+                cache=cache,
                 use_cache=use_cache,
                 position_embeddings=position_embeddings,
                 **kwargs,
@@ -553,8 +604,11 @@ class MixtralModel(MixtralPreTrainedModel):
 
         return MoeModelOutputWithPast(  # only diff with Mistral is the output type, we need MoE
             last_hidden_state=hidden_states,
-            past_key_values=past_key_values,
+            cache=cache,
         )
+
+
+MixtralModel = SequentialExpertsMixtralModel
 
 
 def load_balancing_loss_func(
@@ -650,12 +704,13 @@ class MixtralForCausalLM(MixtralPreTrainedModel, GenerationMixin):
 
     @can_return_tuple
     @auto_docstring
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
@@ -690,7 +745,7 @@ class MixtralForCausalLM(MixtralPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_router_logits=output_router_logits,
@@ -720,23 +775,78 @@ class MixtralForCausalLM(MixtralPreTrainedModel, GenerationMixin):
             loss=loss,
             aux_loss=aux_loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            cache=outputs.cache,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             router_logits=outputs.router_logits,
         )
 
 
+# ======================================================================
+# [MODIFIED CLASS] MixtralForSequenceClassification
+# Methods patched: __init__
+# ======================================================================
 class MixtralForSequenceClassification(GenericForSequenceClassification, MixtralPreTrainedModel):
-    pass
+    def __init__(self, config):
+        super(GenericForSequenceClassification, self).__init__(config)
+        self.num_labels = config.num_labels
+        self.model = MixtralModel(config)
+        self.score = nn.Linear(config.get_text_config().hidden_size, self.num_labels, bias=False)
+
+        # Initialize weights and apply final processing
+        self.post_init()
 
 
+# ======================================================================
+# [MODIFIED CLASS] MixtralForTokenClassification
+# Methods patched: __init__
+# ======================================================================
 class MixtralForTokenClassification(GenericForTokenClassification, MixtralPreTrainedModel):
-    pass
+    def __init__(self, config):
+        super(GenericForTokenClassification, self).__init__(config)
+        self.num_labels = config.num_labels
+        self.model = MixtralModel(config)
+        if getattr(config, "classifier_dropout", None) is not None:
+            classifier_dropout = config.classifier_dropout
+        elif getattr(config, "hidden_dropout", None) is not None:
+            classifier_dropout = config.hidden_dropout
+        else:
+            classifier_dropout = 0.1
+        self.dropout = nn.Dropout(classifier_dropout)
+        self.score = nn.Linear(
+            config.get_text_config().hidden_size,
+            config.num_labels,
+            bias=getattr(config, "token_classification_bias", True),
+        )
+
+        # Initialize weights and apply final processing
+        self.post_init()
 
 
+# ======================================================================
+# [MODIFIED CLASS] MixtralForQuestionAnswering
+# Methods patched: __init__
+# ======================================================================
 class MixtralForQuestionAnswering(GenericForQuestionAnswering, MixtralPreTrainedModel):
-    pass
+    def __init__(self, config):
+        super(GenericForQuestionAnswering, self).__init__(config)
+        self.model = MixtralModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+
+        # Initialize weights and apply final processing
+        self.post_init()
+
+
+register_checkpoint_conversion_mapping(
+    "SequentialExpertsMixtralModel",
+    [
+        WeightRenaming(".block_sparse_moe.", ".mlp."),
+        WeightRenaming(r".experts.(\d+).w1.weight", r".experts.\1.gate_proj.weight"),
+        WeightRenaming(r".experts.(\d+).w3.weight", r".experts.\1.up_proj.weight"),
+        WeightRenaming(r".experts.(\d+).w2.weight", r".experts.\1.down_proj.weight"),
+    ],
+    overwrite=True,
+)
 
 
 __all__ = [

@@ -1,11 +1,14 @@
 # ----------------------------------------------------------------------------------------
 # GENERATED FILE: change the config that it is made from, not this file.
-# Source:  transformers.models.qwen2_vl.modeling_qwen2_vl (transformers 5.23.0)
+# Source:  transformers.models.qwen2_vl.modeling_qwen2_vl (transformers 5.24.0)
 # About:   What the patcher 'Qwen2-VL with linear patch embeddings' does to the models of
 #          this module.
 # Made by: patcher codegen examples/codegen/qwen2_vl/qwen2_vl_patch_gen_config.py
-# Differs: modify init PatchEmbed.__init__ 7de00e03; external (4 times); add code behind the
-#          imports; add import (5 times)
+# Differs: override method PatchEmbed.__init__ 7de00e03,
+#          Qwen2VLPreTrainedModel.load_state_dict, Qwen2VLPreTrainedModel.save_pretrained,
+#          Qwen2VLPreTrainedModel.prepare_distribute_model; add method
+#          Qwen2VLPreTrainedModel.is_custom_code; add helper (7 times); add code behind the
+#          imports; add import (12 times); rename Qwen2VisionTransformerPretrainedModel
 # ----------------------------------------------------------------------------------------
 # Copyright 2024 The Qwen team, Alibaba Group and the HuggingFace Inc. team. All rights reserved.
 #
@@ -44,7 +47,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     BaseModelOutputWithPooling,
-    CausalLMOutputWithPast,
+    MultimodalBaseModelOutputWithPast,
+    MultimodalCausalLMOutputWithPast,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
@@ -56,6 +60,7 @@ from transformers.utils import (
     logging,
     torch_compilable_check,
 )
+from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import (
     accepts_precomputed_kwargs,
     get_max_seqlen,
@@ -67,16 +72,165 @@ from transformers.vision_utils import get_vision_attention_seqlens, get_vision_p
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLConfig, Qwen2VLTextConfig, Qwen2VLVisionConfig
 
 # [ADDED IMPORTS]
-from patcher import Patcher
-from patcher.codegen import runtime
-from patcher.codegen.runtime import Flatten, LinearPatchEmbedding, fuse
-from transformers.models.qwen2_vl import modeling_qwen2_vl as original
+import math
+from copy import deepcopy
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.core_model_loading import (
+    ConversionOps,
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 # [ADDED CODE]
-# Why: how checkpoints of the original become those of the models here, and back
-CONVERSIONS = Patcher(
-    name="Qwen2-VL with linear patch embeddings",
-)
+# Why: the models here have names of their own, by which transformers finds their conversions
+OWN_NAME = "PatchEmbeddings"
+STOCK_CONVERSIONS = ("Qwen2VLForConditionalGeneration", "Qwen2VLModel")
+
+
+# ======================================================================
+# [HELPERS]
+# ======================================================================
+class LinearPatchEmbedding(nn.Module):
+    """A convolution of stride = kernel size as a linear layer: one product over patches that are cut already.
+
+    It takes the arguments of the convolution, and has its attributes. Whole images, which would have to be cut, are
+    convolved with the same weight.
+    """
+
+    def __init__(self, in_channels, out_channels, kernel_size, stride=None, padding=0, bias=True, *, rank=2):
+        super().__init__()
+        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, 1
+        self.kernel_size = (kernel_size,) * rank if isinstance(kernel_size, int) else tuple(kernel_size)
+        strides = (stride,) * rank if isinstance(stride, int) else tuple(stride or (1,) * rank)
+        if strides != self.kernel_size or padding not in (0, "valid", (0,) * rank):
+            raise ValueError(f"patches of {self.kernel_size} at steps of {strides}, padded {padding}, aren't apart")
+        self.stride, self.padding, self.dilation = self.kernel_size, (0,) * rank, (1,) * rank
+        self.linear = nn.Linear(in_channels * math.prod(self.kernel_size), out_channels, bias=bias)
+        self.kernel_shape = (out_channels, in_channels, *self.kernel_size)
+        self.dtype = self.linear.weight.dtype
+
+    @property
+    def weight(self):
+        weight = self.linear.weight
+        if weight.dtype.itemsize == 1 or type(weight) is not nn.Parameter:  # quantized: it passes for what it was
+            return torch.empty((), dtype=self.dtype, device=weight.device).expand(self.kernel_shape)
+        kernel = weight.view(self.kernel_shape)
+        kernel._is_hf_initialized = getattr(weight, "_is_hf_initialized", False)
+        return kernel
+
+    @property
+    def bias(self):
+        return self.linear.bias
+
+    def forward(self, images):
+        rank = len(self.kernel_size)
+        if images.dim() == rank + 1:
+            return self(images.unsqueeze(0)).squeeze(0)
+        counts = [size // patch for size, patch in zip(images.shape[2:], self.kernel_size, strict=True)]
+        if max(counts) > 1 and type(self.linear) is nn.Linear:
+            convolve = nn.functional.conv2d if rank == 2 else nn.functional.conv3d
+            return convolve(images, self.weight, self.bias, self.stride)
+        for axis, patch in enumerate(self.kernel_size, 2):
+            images = images.unfold(axis, patch, patch)
+        # (batch, channels, *counts, *kernel_size) -> (batch, *counts, channels, *kernel_size)
+        patches = images.movedim(1, 1 + rank)
+        output = self.linear(patches.reshape(patches.shape[0] * math.prod(counts), -1))
+        return output.view(patches.shape[0], *counts, self.out_channels).movedim(-1, 1)
+
+
+class UnflattenKernel(ConversionOps):
+    """The weight of a linear layer as that of the convolution that it computes."""
+
+    @torch.no_grad()
+    def convert(self, input_dict, source_patterns, target_patterns, model, **kwargs):
+        (weight,) = (value[0] if isinstance(value, list) else value for value in input_dict.values())
+        layers = [each for each in model.modules() if isinstance(each, LinearPatchEmbedding)]
+        shapes = {each.kernel_shape for each in layers if each.linear.weight.shape == weight.shape}
+        if len(shapes) != 1:
+            raise ValueError(f"a weight of {tuple(weight.shape)} can't be told apart: such layers have {shapes}")
+        (shape,) = shapes
+        return {target_patterns[0]: weight.view(shape)}
+
+    @property
+    def reverse_op(self):
+        return FlattenKernel()
+
+
+class FlattenKernel(ConversionOps):
+    """The kernel of a convolution as the weight of a linear layer over flattened patches."""
+
+    @torch.no_grad()
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        (kernel,) = (value[0] if isinstance(value, list) else value for value in input_dict.values())
+        return {target_patterns[0]: kernel.flatten(1)}
+
+    @property
+    def reverse_op(self):
+        return UnflattenKernel()
+
+
+def converted(model, state_dict, conversions, renamed_first):
+    """A state dict after conversions: renamings, then one converter at most, or the other way round."""
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    before, after = (renamings, []) if renamed_first else ([], renamings)
+    result, collected = {}, {}
+    for key in sorted(state_dict, key=dot_natural_key):
+        name, pattern = rename_source_key(key, before, converters)
+        if pattern is None:
+            result[rename_source_key(name, after, [])[0]] = state_dict[key]
+        else:
+            converter = collected.setdefault(name, deepcopy(by_pattern[pattern]))
+            converter.add_tensor(name, key, pattern, state_dict[key])
+    for name, converter in collected.items():
+        for target, tensor in converter.convert(name, model=model, config=model.config).items():
+            result[rename_source_key(target, after, [])[0]] = tensor[0] if isinstance(tensor, list) else tensor
+    return result
+
+
+def in_own_layout(model, state_dict):
+    """A state dict whose tensors of the original's checkpoints have become those that the model has."""
+    known = model.state_dict().keys()
+    if state_dict.keys() <= known:
+        return state_dict
+    others = {key: tensor for key, tensor in state_dict.items() if key not in known}
+    own = {key: tensor for key, tensor in state_dict.items() if key in known}
+    return own | converted(model, others, get_model_conversion_mapping(model, add_legacy=False), True)
+
+
+def in_original_layout(model, state_dict):
+    """A state dict as the original's checkpoints have it: what its load has converted, the other way round."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # it wasn't loaded
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
+    return converted(model, state_dict, [each.reverse_transform() for each in reversed(conversions)], False)
+
+
+def in_original_order(state_dict):
+    """A checkpoint in the order of the original's parameters, in which that one writes it, file by file."""
+    conversions = [each for key in STOCK_CONVERSIONS for each in get_checkpoint_conversion_mapping(key) or ()]
+    conversions = [each for each in conversions if not each.source_patterns[0].startswith("^")]
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    targets = {pattern: each.target_patterns for each in converters for pattern in each.source_patterns}
+
+    def place(key):
+        name, pattern = rename_source_key(key, renamings, converters)
+        first, *others = targets.get(pattern, [""])
+        names = [name, *(name.replace(first, each) for each in others)]
+        return min(map(dot_natural_key, names)), [*targets, None].index(pattern), dot_natural_key(key)
+
+    return {key: state_dict[key] for key in sorted(state_dict, key=place)}
 
 
 logger = logging.get_logger(__name__)
@@ -141,7 +295,6 @@ class Qwen2VLRotaryEmbedding(nn.Module):
         inv_freq = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))
         return inv_freq, attention_factor
 
-    @torch.no_grad()
     @dynamic_rope_update
     def forward(self, x, position_ids):
         # In contrast to other models, Qwen2_VL has different position ids for the grids
@@ -251,7 +404,6 @@ class Qwen2VLVisionRotaryEmbedding(nn.Module):
         inv_freq = 1.0 / (base ** (torch.arange(0, spatial_dim, 2, dtype=torch.float) / spatial_dim))
         return inv_freq, attention_factor
 
-    @torch.no_grad()
     def forward(self, x, position_ids):
         # position_ids: (2, N) — row 0 = h coords, row 1 = w coords
         freqs = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float)
@@ -274,11 +426,9 @@ class Qwen2VLVisionRotaryEmbedding(nn.Module):
 # ======================================================================
 # [MODIFIED CLASS] PatchEmbed
 # Methods patched: __init__
-#   __init__: proj is a LinearPatchEmbedding
 # ======================================================================
 class PatchEmbed(nn.Module):
-    # The __init__ of the original, called by the patched one below.
-    def _original_init(
+    def __init__(
         self,
         patch_size: int | list[int] | tuple[int, int] = 14,
         temporal_patch_size: int | list[int] | tuple[int, int] = 2,
@@ -292,12 +442,9 @@ class PatchEmbed(nn.Module):
         self.embed_dim = embed_dim
 
         kernel_size = [temporal_patch_size, patch_size, patch_size]
-        self.proj = nn.Conv3d(in_channels, embed_dim, kernel_size=kernel_size, stride=kernel_size, bias=False)
-
-    # from examples/codegen/qwen2_vl/qwen2_vl_patch_gen_config.py:15
-    def __init__(self, *args, **kwargs):
-        PatchEmbed._original_init(self, *args, **kwargs)
-        self.proj = fuse(self.proj, Flatten("weight", "linear.weight"), into=LinearPatchEmbedding)
+        self.proj = LinearPatchEmbedding(
+            in_channels, embed_dim, kernel_size=kernel_size, stride=kernel_size, bias=False, rank=3
+        )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         target_dtype = self.proj.weight.dtype
@@ -540,12 +687,13 @@ class Qwen2VLAttention(nn.Module):
         self.layer_type = config.layer_types[layer_idx] if hasattr(config, "layer_types") else None
         self.sliding_window = config.sliding_window if self.layer_type == "sliding_attention" else None
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Unpack[FlashAttentionKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor] | None]:
@@ -562,8 +710,8 @@ class Qwen2VLAttention(nn.Module):
         cos, sin = position_embeddings
         query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
 
-        if past_key_values is not None:
-            key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
+        if cache is not None:
+            key_states, value_states = cache.update(key_states, value_states, self.layer_idx, kwargs=kwargs)
 
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
@@ -603,12 +751,13 @@ class Qwen2VLDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = Qwen2VLRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen2VLRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         use_cache: bool | None = False,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Unpack[FlashAttentionKwargs],
@@ -619,9 +768,9 @@ class Qwen2VLDecoderLayer(GradientCheckpointingLayer):
             attention_mask (`torch.Tensor`, *optional*): attention mask of size
                 `(batch, sequence_length)` where padding elements are indicated by 0.
             use_cache (`bool`, *optional*):
-                If set to `True`, `past_key_values` key value states are returned and can be used to speed up decoding
-                (see `past_key_values`).
-            past_key_values (`Cache`, *optional*): cached past key and value projection states
+                If set to `True`, `cache` key value states are returned and can be used to speed up decoding
+                (see `cache`).
+            cache (`Cache`, *optional*): cached past key and value projection states
             position_embeddings (`tuple[torch.Tensor, torch.Tensor]`, *optional*):
                 Tuple containing the cosine and sine positional embeddings of shape `(batch_size, seq_len, head_dim)`,
                 with `head_dim` being the embedding dimension of each attention head.
@@ -639,7 +788,7 @@ class Qwen2VLDecoderLayer(GradientCheckpointingLayer):
             hidden_states=hidden_states,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             use_cache=use_cache,
             position_embeddings=position_embeddings,
             **kwargs,
@@ -657,11 +806,7 @@ class Qwen2VLDecoderLayer(GradientCheckpointingLayer):
 
 # ======================================================================
 # [MODIFIED CLASS] Qwen2VLPreTrainedModel
-# Methods patched: is_custom_code, from_pretrained, _from_config, save_pretrained
-#   is_custom_code: the conversions of transformers, of parts of a model too, are those of the original
-#   from_pretrained: checkpoints of the original are converted
-#   _from_config: what is made without a checkpoint saves one of the original
-#   save_pretrained: so is what is made by a call of the class
+# Methods patched: load_state_dict, save_pretrained, prepare_distribute_model
 # ======================================================================
 @auto_docstring
 class Qwen2VLPreTrainedModel(PreTrainedModel):
@@ -670,28 +815,45 @@ class Qwen2VLPreTrainedModel(PreTrainedModel):
     input_modalities = ("image", "video", "text")
     supports_gradient_checkpointing = True
     _no_split_modules = ["Qwen2VLDecoderLayer", "Qwen2VLVisionBlock"]
-    _skip_keys_device_placement = ["past_key_values"]
     _supports_flash_attn = True
     _supports_sdpa = True
 
     _can_compile_fullgraph = True
     _supports_attention_backend = True
 
-    # from examples/codegen/qwen2_vl/qwen2_vl_patch_gen_config.py:15
-    is_custom_code = runtime.is_custom_code
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        """Take a checkpoint of the original too, as `Trainer` has it when it resumes."""
+        return super().load_state_dict(in_own_layout(self, state_dict), *args, **kwargs)
 
-    # from examples/codegen/qwen2_vl/qwen2_vl_patch_gen_config.py:15
-    from_pretrained = runtime.from_pretrained
+    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, **kwargs):
+        """Write a checkpoint of the original."""
+        offloaded = {"cpu", "disk"}.intersection(getattr(self, "hf_device_map", {}).values())
+        otherwise = offloaded or getattr(self, "peft_config", None) or hasattr(self, "_patcher_record")
+        if kwargs.get("save_original_format", True) and not otherwise:
+            state_dict = self.state_dict() if state_dict is None else state_dict
+            state_dict = remove_tied_weights_from_state_dict(state_dict, self)
+            state_dict = in_original_order(in_original_layout(self, state_dict))
+            kwargs["save_original_format"] = False
+        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+        name = next(each.__name__ for each in type(self).__mro__ if each.__module__ == __name__).removeprefix(OWN_NAME)
+        if is_main_process and name != type(self).__name__:  # the config names the class of the original
+            self.config.architectures = [name]
+            self.config.save_pretrained(save_directory)
 
-    # from examples/codegen/qwen2_vl/qwen2_vl_patch_gen_config.py:15
-    _from_config = runtime.from_config
+    @classmethod
+    def prepare_distribute_model(cls, *args, **kwargs):
+        """Refuse a load that is split over processes: the plans of the original name other layers than these."""
+        reason = "is of a generated file, whose layers a distributed_config or tp_plan of the original doesn't fit"
+        raise NotImplementedError(f"{cls.__name__} {reason}. Load it whole, or load the original model.")
 
-    # from examples/codegen/qwen2_vl/qwen2_vl_patch_gen_config.py:15
-    save_pretrained = runtime.save_pretrained
+    @classmethod
+    def is_custom_code(cls):
+        # transformers converts checkpoints for its own classes only. These read and write the very same ones.
+        return False
 
 
 @auto_docstring
-class Qwen2VisionTransformerPretrainedModel(Qwen2VLPreTrainedModel):
+class PatchEmbeddingsQwen2VisionTransformerPretrainedModel(Qwen2VLPreTrainedModel):
     config: Qwen2VLVisionConfig
     input_modalities = ("image", "video")
     _no_split_modules = ["Qwen2VLVisionBlock"]
@@ -760,6 +922,9 @@ class Qwen2VisionTransformerPretrainedModel(Qwen2VLPreTrainedModel):
         )
 
 
+Qwen2VisionTransformerPretrainedModel = PatchEmbeddingsQwen2VisionTransformerPretrainedModel
+
+
 @auto_docstring
 class Qwen2VLTextModel(Qwen2VLPreTrainedModel):
     config: Qwen2VLTextConfig
@@ -790,12 +955,13 @@ class Qwen2VLTextModel(Qwen2VLPreTrainedModel):
     @merge_with_config_defaults
     @capture_outputs
     @auto_docstring
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Unpack[FlashAttentionKwargs],
@@ -804,15 +970,15 @@ class Qwen2VLTextModel(Qwen2VLPreTrainedModel):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
 
         # torch.jit.trace() doesn't support cache objects in the output
-        if use_cache and past_key_values is None and not torch.jit.is_tracing():
-            past_key_values = DynamicCache(config=self.config)
+        if use_cache and cache is None and not torch.jit.is_tracing():
+            cache = DynamicCache(config=self.config)
 
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
 
         # the hard coded `3` is for temporal, height and width.
         if position_ids is None:
-            past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
+            past_seen_tokens = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
             position_ids = position_ids.view(1, 1, -1).expand(3, inputs_embeds.shape[0], -1)
         elif position_ids.ndim == 2:
@@ -842,7 +1008,7 @@ class Qwen2VLTextModel(Qwen2VLPreTrainedModel):
                 "config": self.config,
                 "inputs_embeds": inputs_embeds,
                 "attention_mask": attention_mask,
-                "past_key_values": past_key_values,
+                "cache": cache,
                 "position_ids": text_position_ids,
             }
             # Create the masks
@@ -862,7 +1028,7 @@ class Qwen2VLTextModel(Qwen2VLPreTrainedModel):
                 attention_mask=causal_mask_mapping[self.config.layer_types[i]],
                 position_embeddings=position_embeddings,
                 position_ids=text_position_ids,
-                past_key_values=past_key_values,
+                cache=cache,
                 use_cache=use_cache,
                 **kwargs,
             )
@@ -871,7 +1037,7 @@ class Qwen2VLTextModel(Qwen2VLPreTrainedModel):
 
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_states,
-            past_key_values=past_key_values,
+            cache=cache,
         )
 
 
@@ -1119,6 +1285,7 @@ class Qwen2VLModel(Qwen2VLPreTrainedModel):
             )
         return special_image_mask, special_video_mask
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def compute_3d_position_ids(
         self,
         input_ids: torch.Tensor | None,
@@ -1126,10 +1293,10 @@ class Qwen2VLModel(Qwen2VLPreTrainedModel):
         image_grid_thw: torch.Tensor | None = None,
         video_grid_thw: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: torch.Tensor | None = None,
+        cache: torch.Tensor | None = None,
         mm_token_type_ids: torch.IntTensor | None = None,
     ) -> torch.Tensor | None:
-        past_key_values_length = 0 if past_key_values is None else past_key_values.get_seq_length()
+        cache_length = 0 if cache is None else cache.get_seq_length()
         has_multimodal = image_grid_thw is not None or video_grid_thw is not None
         if has_multimodal and mm_token_type_ids is None and input_ids is not None:
             raise ValueError(
@@ -1139,7 +1306,7 @@ class Qwen2VLModel(Qwen2VLPreTrainedModel):
             )
         can_compute_mrope = input_ids is not None and mm_token_type_ids is not None and has_multimodal
 
-        if can_compute_mrope and (self.rope_deltas is None or past_key_values_length == 0):
+        if can_compute_mrope and (self.rope_deltas is None or cache_length == 0):
             position_ids, rope_deltas = self.get_rope_index(
                 input_ids,
                 image_grid_thw=image_grid_thw,
@@ -1149,17 +1316,17 @@ class Qwen2VLModel(Qwen2VLPreTrainedModel):
             )
             self.rope_deltas = rope_deltas
         # Use pre-calculated rope-deltas to infer correct 3D position ids during incremental
-        # generation (past_key_values_length > 0) or when only inputs_embeds is provided (no input_ids
-        # to recompute from). Skip when input_ids is provided without past_key_values to avoid shape
+        # generation (cache_length > 0) or when only inputs_embeds is provided (no input_ids
+        # to recompute from). Skip when input_ids is provided without cache to avoid shape
         # mismatches from stale rope_deltas (e.g., training forward pass after generation).
-        elif self.rope_deltas is not None and (past_key_values_length > 0 or input_ids is None):
+        elif self.rope_deltas is not None and (cache_length > 0 or input_ids is None):
             batch_size, seq_length, _ = inputs_embeds.shape
             if attention_mask is not None:
                 position_ids = attention_mask.long().cumsum(-1) - 1
                 position_ids = position_ids.masked_fill(attention_mask == 0, 0)
                 position_ids = position_ids.view(1, batch_size, -1).repeat(3, 1, 1).to(inputs_embeds.device)
             else:
-                position_ids = torch.arange(past_key_values_length, past_key_values_length + seq_length)
+                position_ids = torch.arange(cache_length, cache_length + seq_length)
                 position_ids = position_ids.view(1, 1, -1).expand(3, batch_size, -1).to(inputs_embeds.device)
             delta = self.rope_deltas.repeat_interleave(batch_size // self.rope_deltas.shape[0], dim=0)
             position_ids = position_ids + delta.to(device=inputs_embeds.device)
@@ -1170,12 +1337,13 @@ class Qwen2VLModel(Qwen2VLPreTrainedModel):
 
     @can_return_tuple
     @auto_docstring
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         pixel_values: torch.Tensor | None = None,
@@ -1230,7 +1398,7 @@ class Qwen2VLModel(Qwen2VLPreTrainedModel):
                 video_grid_thw=video_grid_thw,
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
+                cache=cache,
                 mm_token_type_ids=mm_token_type_ids,
             )
 
@@ -1238,12 +1406,14 @@ class Qwen2VLModel(Qwen2VLPreTrainedModel):
             input_ids=None,
             position_ids=position_ids,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
         )
-        return outputs
+        return MultimodalBaseModelOutputWithPast(
+            **outputs, image_outputs=mm_encoder_outputs.get("image"), video_outputs=mm_encoder_outputs.get("video")
+        )
 
 
 class Qwen2VLForConditionalGeneration(Qwen2VLPreTrainedModel, GenerationMixin):
@@ -1285,12 +1455,13 @@ class Qwen2VLForConditionalGeneration(Qwen2VLPreTrainedModel, GenerationMixin):
 
     @can_return_tuple
     @auto_docstring
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
@@ -1302,7 +1473,7 @@ class Qwen2VLForConditionalGeneration(Qwen2VLPreTrainedModel, GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple | CausalLMOutputWithPast:
+    ) -> tuple | MultimodalCausalLMOutputWithPast:
         r"""
         Example:
 
@@ -1341,7 +1512,7 @@ class Qwen2VLForConditionalGeneration(Qwen2VLPreTrainedModel, GenerationMixin):
         ```
         """
 
-        outputs: BaseModelOutputWithPast = self.model(
+        outputs: MultimodalBaseModelOutputWithPast = self.model(
             input_ids=input_ids,
             pixel_values=pixel_values,
             pixel_values_videos=pixel_values_videos,
@@ -1350,7 +1521,7 @@ class Qwen2VLForConditionalGeneration(Qwen2VLPreTrainedModel, GenerationMixin):
             mm_token_type_ids=mm_token_type_ids,
             position_ids=position_ids,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             mm_encoder_outputs=mm_encoder_outputs,
@@ -1367,12 +1538,14 @@ class Qwen2VLForConditionalGeneration(Qwen2VLPreTrainedModel, GenerationMixin):
                 logits=logits, labels=labels, vocab_size=self.config.text_config.vocab_size, **kwargs
             )
 
-        return CausalLMOutputWithPast(
+        return MultimodalCausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            cache=outputs.cache,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            image_outputs=outputs.image_outputs,
+            video_outputs=outputs.video_outputs,
         )
 
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
@@ -1383,7 +1556,7 @@ class Qwen2VLForConditionalGeneration(Qwen2VLPreTrainedModel, GenerationMixin):
         # Early exit in case we are continuing generation from past kv. The stored `rope_deltas` come from an earlier
         # call, so if the uncached tokens hold new images or videos their 3D positions have to be computed below.
         past_length = 0
-        if (cache := model_kwargs.get("past_key_values")) is not None:
+        if (cache := model_kwargs.get("cache")) is not None:
             past_length = cache.get_seq_length()
         mm_token_type_ids = model_kwargs.get("mm_token_type_ids")
         has_new_vision_tokens = mm_token_type_ids is not None and bool(mm_token_type_ids[:, past_length:].any())
@@ -1415,6 +1588,15 @@ class Qwen2VLForConditionalGeneration(Qwen2VLPreTrainedModel, GenerationMixin):
         position_ids = torch.cat([text_positions, vision_positions], dim=0)
 
         return position_ids
+
+
+register_checkpoint_conversion_mapping(
+    "PatchEmbeddingsQwen2VisionTransformerPretrainedModel",
+    [
+        WeightConverter("patch_embed.proj.weight", "patch_embed.proj.linear.weight", [FlattenKernel()]),
+    ],
+    overwrite=True,
+)
 
 
 __all__ = ["Qwen2VLForConditionalGeneration", "Qwen2VLModel", "Qwen2VLPreTrainedModel", "Qwen2VLTextModel"]

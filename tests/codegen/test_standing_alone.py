@@ -1,0 +1,248 @@
+"""Generated files where this package isn't: in a process in which importing it raises."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import MergeModulelist
+
+from patcher import Patcher
+from patcher.codegen import PatchConfig, generate, write
+from patcher.compat.conversions import stock_conversions
+from tests.codegen.models import BOTH_SIDES, ENCODER_DECODER, EXPERTS, GPT_OSS, PAIRS, SOUND, T5, clip, text_config
+from tests.support import fresh, tiny
+from tests.support.checkpoints import assert_saved_alike, files, tensors
+from tests.support.comparing import logits
+from tests.support.small_configs import small_configs
+
+#: case -> model class, config, what is fused, and the inputs where token ids are not enough
+CASES: dict[str, tuple[str, Callable[[], PretrainedConfig], list[str], dict[str, Any] | None]] = {
+    "Llama, all, biases, grouped queries": (
+        "LlamaForCausalLM",
+        lambda: text_config("LlamaConfig", attention_bias=True, mlp_bias=True, num_key_value_heads=2),
+        ["qkv", "gate_up"],
+        None,
+    ),
+    "Llama, tied": (
+        "LlamaForCausalLM", lambda: text_config("LlamaConfig", tie_word_embeddings=True), ["qkv"], None,
+    ),
+    "Llama, the base model alone": ("LlamaModel", lambda: text_config("LlamaConfig"), ["qkv"], None),
+    "Llama, a head that an Auto class builds": (
+        "LlamaForSequenceClassification", lambda: text_config("LlamaConfig"), ["qkv"], None,
+    ),
+    "Qwen2": ("Qwen2ForCausalLM", lambda: text_config("Qwen2Config"), ["qkv", "gate_up"], None),
+    "T5, inputs that are told apart": (
+        "T5ForConditionalGeneration", lambda: transformers.T5Config(**T5), ["qkv"], BOTH_SIDES,
+    ),
+    "Whisper, no bias of k": (
+        "WhisperForConditionalGeneration",
+        lambda: transformers.WhisperConfig(**ENCODER_DECODER, max_source_positions=32, max_target_positions=64),
+        ["qkv"],
+        SOUND,
+    ),
+    "NomicBERT, which stock takes apart": (
+        "NomicBertForMaskedLM", lambda: next(small_configs(transformers.NomicBertConfig)), ["qkv", "gate_up"], None,
+    ),
+    "CLIP, two models in one": ("CLIPModel", clip, ["patch_embeddings", "qkv"], PAIRS),
+    "Qwen2-VL": ("Qwen2VLForConditionalGeneration", tiny.tiny_qwen2_vl_config, ["patch_embeddings", "qkv"], None),
+    "Mixtral": ("MixtralForCausalLM", tiny.tiny_mixtral_config, ["sequential_experts"], None),
+    "Qwen3-MoE, and qkv": (
+        "Qwen3MoeForCausalLM", lambda: text_config("Qwen3MoeConfig", **EXPERTS), ["sequential_experts", "qkv"], None,
+    ),
+    "Qwen3-MoE, qkv alone": ("Qwen3MoeForCausalLM", lambda: text_config("Qwen3MoeConfig", **EXPERTS), ["qkv"], None),
+    "Qwen3-VL-MoE, stacks of either form": (
+        "Qwen3VLMoeForConditionalGeneration", tiny.tiny_qwen3_vl_moe_config, ["sequential_experts"], None,
+    ),
+    "gpt-oss, transposed, biases": (
+        "GptOssForCausalLM", lambda: text_config("GptOssConfig", **GPT_OSS), ["sequential_experts", "qkv"], None,
+    ),
+}  # fmt: skip
+
+SHARDS = "40KB"
+
+ALONE = """
+import importlib, json, sys
+sys.modules["patcher"] = None
+import torch
+folder = sys.argv[1]
+sys.path.insert(0, folder)
+for number, name, inputs in json.loads(sys.argv[2]):
+    cls = getattr(importlib.import_module(f"alone_{number}"), name)
+    model = cls.from_pretrained(f"{folder}/{number}/sharded").eval()
+    inputs = torch.load(f"{folder}/{number}/inputs.pt")
+    output = model(**inputs)
+    result = output.logits if "logits" in output else output[0]
+    torch.save(result.detach(), f"{folder}/{number}/output.pt")
+    model.save_pretrained(f"{folder}/{number}/own", max_shard_size="SHARDS")
+    result.sum().backward()
+    assert all(each.grad is not None for name, each in model.named_parameters() if "_proj" in name), number
+""".replace("SHARDS", SHARDS)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of what each file did, by the number of its case."""
+    folder = tmp_path_factory.mktemp("alone")
+    told = []
+    for number, (name, make, fusions, inputs) in enumerate(CASES.values()):
+        cls: type[PreTrainedModel] = getattr(transformers, name)
+        config = make()
+        made = tiny.save_tiny(config, folder / str(number) / "whole", model_class=cls)
+        cls.from_pretrained(made).save_pretrained(folder / str(number) / "sharded", max_shard_size=SHARDS)
+        described = PatchConfig.from_patcher(
+            Patcher(fusions=fusions), cls, config=config, target_file=f"alone_{number}.py"
+        )
+        write(described, folder)
+        torch.save(tiny.tiny_inputs(config) if inputs is None else inputs, folder / str(number) / "inputs.pt")
+        told.append((number, name, None))
+    fresh.run(ALONE, folder, json.dumps(told))
+    return folder
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("case", CASES)
+def test_a_file_reads_computes_and_writes_as_the_original(case: str, alone: Path) -> None:
+    folder, (name, _, fusions, inputs) = alone / str(list(CASES).index(case)), CASES[case]
+    cls: Any = getattr(transformers, name)
+    stock = cls.from_pretrained(folder / "sharded")
+    torch.testing.assert_close(torch.load(folder / "output.pt"), logits(stock, inputs), atol=1e-4, rtol=1e-4)
+    patched = logits(cls.from_pretrained(folder / "sharded", patcher=Patcher(fusions=fusions)), inputs)
+    torch.testing.assert_close(torch.load(folder / "output.pt"), patched, atol=1e-6, rtol=1e-6)
+    stock.save_pretrained(folder / "stock", max_shard_size=SHARDS)
+    expected = files(folder / "stock")
+    assert len(expected) > 3
+    if any(isinstance(each, MergeModulelist) for each in operations_of(stock)):
+        # What stock writes of a stack are views, and these lie in one file: there the borders of files are others.
+        assert tensors(folder / "own") == tensors(folder / "stock")
+        return
+    assert files(folder / "own") == expected
+
+
+def operations_of(model: PreTrainedModel) -> list[Any]:
+    conversions: Any = stock_conversions(model)
+    return [operation for each in conversions for operation in getattr(each, "operations", ())]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_file_imports_nothing_of_this_package(case: str) -> None:
+    name, make, fusions, _ = CASES[case]
+    text = generate(PatchConfig.from_patcher(Patcher(fusions=fusions), getattr(transformers, name), config=make()))
+    assert "import patcher" not in text
+    assert "from patcher" not in text
+    for word in ("_original_init", "__class__ ="):
+        assert word not in text
+    known = Path(__import__(getattr(transformers, name).__module__, fromlist=["x"]).__file__ or "").read_text("utf-8")
+    assert [line for line in text.splitlines() if len(line) > 119 and line not in known] == []
+
+
+RESUMED = """
+import importlib, sys
+sys.modules["patcher"] = None
+import torch
+from transformers import Trainer, TrainingArguments
+folder = sys.argv[1]
+sys.path.insert(0, folder)
+cls = getattr(importlib.import_module("resumed"), sys.argv[2])
+ids = [torch.arange(3 + n, 15 + n)[None] for n in range(8)]
+items = [{"input_ids": each, "labels": each} for each in ids]
+def run(out, steps, resume=None):
+    model = cls.from_pretrained(f"{folder}/checkpoint")
+    arguments = TrainingArguments(out, max_steps=steps, save_steps=2, per_device_train_batch_size=1, use_cpu=True,
+        report_to=[], disable_tqdm=True, learning_rate=1e-2, lr_scheduler_type="constant")
+    trainer = Trainer(model=model, args=arguments, train_dataset=items, data_collator=lambda batch: batch[0])
+    trainer.train(resume_from_checkpoint=resume)
+    return model
+whole = run(f"{folder}/whole", 4)
+run(f"{folder}/half", 2)
+resumed = run(f"{folder}/other", 4, f"{folder}/half/checkpoint-2")
+for (name, one), other in zip(whole.named_parameters(), resumed.parameters()):
+    torch.testing.assert_close(one, other, msg=name)
+before = dict(cls.from_pretrained(f"{folder}/checkpoint").named_parameters())
+assert all(not torch.equal(one, before[name]) for name, one in whole.named_parameters() if "proj" in name)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+def test_trainer_resumes(model_type: str, tmp_path: Path) -> None:
+    llama = model_type == "llama"
+    cls: Any = transformers.LlamaForCausalLM if llama else transformers.MixtralForCausalLM
+    config = tiny.tiny_llama_config() if llama else tiny.tiny_mixtral_config()
+    fusions = ["qkv", "gate_up"] if llama else ["sequential_experts", "qkv"]
+    folder = tiny.save_tiny(config, tmp_path / "checkpoint", model_class=cls)
+    write(PatchConfig.from_patcher(Patcher(fusions=fusions), cls, config=config, target_file="resumed.py"), tmp_path)
+    fresh.run(RESUMED, tmp_path, cls.__name__)
+    written, original = (load_file(each / "model.safetensors") for each in (tmp_path / "half/checkpoint-2", folder))
+    assert written.keys() == original.keys()
+
+
+def test_stock_classes_of_the_process_stay_what_they_are(imported: Any, tmp_path: Path) -> None:
+    folder = tiny.save_tiny(tiny.tiny_mixtral_config(), tmp_path / "checkpoint")
+    cls = transformers.MixtralForCausalLM
+    before = cls.from_pretrained(folder)
+    module: Any = imported(PatchConfig.from_patcher(Patcher(fusions=["sequential_experts", "qkv"]), cls))
+    model = module.MixtralForCausalLM.from_pretrained(folder)
+    after = cls.from_pretrained(folder)
+    assert torch.equal(logits(before), logits(after))
+    assert_saved_alike(model, after, tmp_path / "saved")
+
+
+def test_a_base_model_is_saved_under_the_name_of_the_original(imported: Any, tmp_path: Path) -> None:
+    folder = tiny.save_tiny(tiny.tiny_llama_config(), tmp_path / "checkpoint")
+    module: Any = imported(PatchConfig.from_patcher(Patcher(fusions=["qkv"]), transformers.LlamaForCausalLM))
+    model = module.LlamaModel.from_pretrained(folder)
+    assert type(model).__name__ == "QkvLlamaModel"
+    model.save_pretrained(tmp_path / "base")
+    assert json.loads((tmp_path / "base" / "config.json").read_text())["architectures"] == ["LlamaModel"]
+    assert torch.equal(
+        logits(transformers.LlamaModel.from_pretrained(tmp_path / "base")),
+        logits(transformers.LlamaModel.from_pretrained(folder)),
+    )
+
+
+def test_a_patcher_on_top_of_a_file(imported: Any, tmp_path: Path) -> None:
+    folder = tiny.save_tiny(tiny.tiny_llama_config(), tmp_path / "checkpoint")
+    stock = transformers.LlamaForCausalLM.from_pretrained(folder)
+    module: Any = imported(PatchConfig.from_patcher(Patcher(fusions=["qkv"]), transformers.LlamaForCausalLM))
+
+    class Norm(module.LlamaRMSNorm):  # type: ignore[name-defined, misc]
+        pass
+
+    model = module.LlamaForCausalLM.from_pretrained(
+        folder, patcher=Patcher({"LlamaRMSNorm": Norm}, fusions=["gate_up"])
+    )
+    assert type(model.model.norm) is Norm
+    names = dict(model.named_modules())
+    assert "model.layers.0.self_attn.qkv_proj" in names
+    assert "model.layers.0.mlp.gate_up_proj" in names
+    torch.testing.assert_close(logits(model), logits(stock), atol=1e-4, rtol=0)
+    assert_saved_alike(model, stock, tmp_path / "saved")
+
+
+def test_a_load_that_is_split_over_processes_is_refused(imported: Any, tmp_path: Path) -> None:
+    folder = tiny.save_tiny(tiny.tiny_llama_config(), tmp_path / "checkpoint")
+    from transformers.distributed import DistributedConfig
+
+    module: Any = imported(PatchConfig.from_patcher(Patcher(fusions=["qkv"]), transformers.LlamaForCausalLM))
+    with pytest.raises(
+        NotImplementedError, match="is of a generated file, whose layers a distributed_config or tp_plan"
+    ):
+        module.LlamaForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2))
+
+
+def test_rows_of_one_layer_are_its_parts() -> None:
+    from patcher.compat.standing_alone import JoinedPart
+
+    whole, bias = nn.Linear(4, 8), None
+    part = JoinedPart(whole, 6, 2, bias)
+    features = torch.randn(3, 4)
+    assert torch.allclose(part(features), whole(features)[:, 6:])
