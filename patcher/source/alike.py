@@ -110,7 +110,7 @@ def _size(code: types.CodeType | None) -> Any:
 
 def without_kernel(value: Any) -> Any:
     """The function in what the decorator of the `kernels` package makes of one: an object that may choose a kernel."""
-    home = type(value).__module__  # of a function of Cython a descriptor
+    home: Any = type(value).__module__  # of a function of Cython a descriptor
     if not isinstance(home, str) or home.partition(".")[0] != "kernels":
         return value
     closure = inspect.getclosurevars(type(value).forward).nonlocals if callable(value) else {}
