@@ -89,7 +89,7 @@ def changed_originals(config: PatchSpec, path: Path) -> tuple[OriginalChange, ..
     made = re.search(r"^# Source:[^(\n]*(?:\n#[^(\n]*)?\(([^)]*)\)", text, re.MULTILINE)
     releases = (re.sub(r"[\s#]+", " ", made[1]) if made else "", source.version)
     askers = {name: (where, f"exclude_from_output({name!r})") for name, where in config.excluded.items()}
-    askers |= {name: (config.where, "from_patcher()") for name in config.derived}
+    askers |= dict.fromkeys(config.derived, (config.where, "from_patcher()"))
     askers |= {patch.definition: (patch.where, patch.asked) for patch in config.patches}
     return tuple(
         OriginalChange(
