@@ -69,7 +69,7 @@ class Fusion:
     >>> Patcher(fusions=[InHalves()])
     Patcher(fusions=[InHalves()])
 
-    Finding the modules, reading and saving their weights, pickling and code generation are the engine's. A fusion is
+    Finding the modules, reading and saving their weights and pickling are the engine's. A fusion is
     decided per instance, on a skeleton of the model on the meta device: one class can hold layers of different shapes.
     Objects of one class with equal attributes are equal, so that patchers can be compared.
     """

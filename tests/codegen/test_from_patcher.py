@@ -153,6 +153,9 @@ CASES: dict[str, tuple[str, Callable[[], PretrainedConfig], list[str], dict[str,
         ["patch_embeddings"],
         {"pixel_values": torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(0))},
     ),
+    "Git, built by a table of classes": ("GitForCausalLM", small("GitConfig"), ["qkv"], None),
+    "JetMoE, experts of one layer": ("JetMoeForCausalLM", small("JetMoeConfig"), ["sequential_experts"], None),
+    "Llama 4, experts in equal parts": ("Llama4ForCausalLM", small("Llama4TextConfig"), ["sequential_experts"], None),
     # models in a model, which an Auto class builds
     "Qwen3-VL": ("Qwen3VLForConditionalGeneration", small("Qwen3VLConfig"), ["qkv", "gate_up"], None),
     "Qwen3-VL, all": (

@@ -202,7 +202,8 @@ class OwnConversions:
                 continue
             mixin: Any = next(base for base in cls.__mro__ if "__init__" in vars(base))
             code = inspect.getsource(mixin.__init__) if mixin.__module__ == "transformers.modeling_layers" else ""
-            base: Any = transformers.MODEL_MAPPING.get(cls.config_class, None) if cls.config_class else None
+            kind = cls.config_class
+            base: Any = transformers.MODEL_MAPPING.get(kind, None) if isinstance(kind, type) else None
             built = "setattr(self, self.base_model_prefix, AutoModel.from_config(config))"
             if built not in code or base is None or base.__name__ not in self.text.classes:
                 continue
@@ -233,6 +234,11 @@ class OwnConversions:
         if stock and [identity(each) for each in kept] == [identity(each) for each in stock]:
             self.described.add_import("transformers.conversion_mapping", names=["get_checkpoint_conversion_mapping"])
             lines.append(f'*get_checkpoint_conversion_mapping("{key}"),')
+        elif any(type(each) not in (WeightRenaming, WeightConverter) for each in kept) and _renames(kept, stock):
+            self.described.add_import("transformers.conversion_mapping", names=["get_checkpoint_conversion_mapping"])
+            self.described.add_import("transformers.core_model_loading", names=["WeightRenaming"])
+            stocks = f'get_checkpoint_conversion_mapping("{key}")'
+            lines.append(f"*[each for each in {stocks} if isinstance(each, WeightRenaming)],")
         else:
             lines += [f"{self._render(each)}," for each in kept]
         lines += [f"{entry}," for entry in entries]
@@ -318,11 +324,11 @@ class OwnConversions:
             flags = ", ".join(f"{each}=True" for each, chosen in options.items() if chosen)
             yield self._converter([source], targets, f"SeparateExperts({flags})", "ExpertsConverter")
             return
-        (converter,) = taking
+        converter = taking[0]
         kinds = [type(op) for op in converter.operations]
         sources, target = source_patterns(converter), target_patterns(converter)[0]
         plain = not layout.transposed and not layout.interleaved and len(sources) == layout.parts
-        if kinds not in ([MergeModulelist], [MergeModulelist, Concatenate]) or not plain:
+        if len(taking) > 1 or kinds not in ([MergeModulelist], [MergeModulelist, Concatenate]) or not plain:
             raise self._composed(converter, inner)
         kept.remove(converter)
         for source, layer in zip(sources, layout.layers, strict=True):
@@ -361,6 +367,12 @@ class OwnConversions:
 
 def _is_in(path: str, at: str) -> bool:
     return not at or path == at or path.startswith(f"{at}.")
+
+
+def _renames(kept: Sequence[Any], stock: Sequence[Any]) -> bool:
+    """Whether what is kept of conversions are all the renamings."""
+    renaming = [each for each in stock if isinstance(each, WeightRenaming)]
+    return [identity(each) for each in kept] == [identity(each) for each in renaming]
 
 
 def _plain(pattern: str) -> str:

@@ -107,7 +107,7 @@ def add_conversions(described: PatchConfig, patcher: Patcher | None) -> None:
     text = ModuleText(modeling)
     for name, cls in _classes(text).items():
         config_class: Any = getattr(cls, "config_class", None)
-        base: Any = transformers.MODEL_MAPPING.get(config_class, None) if config_class is not None else None
+        base: Any = transformers.MODEL_MAPPING.get(config_class, None) if isinstance(config_class, type) else None
         if base is not None and base.__name__ == name and text.own(base):
             stock = {"": skeleton(base, base.config_class())}
             dependencies = Dependencies(described, modeling, {})

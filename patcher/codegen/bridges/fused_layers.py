@@ -259,12 +259,24 @@ class FusedLayers:
     def join(self, original: type[nn.Module], fused: Mapping[str, Any]) -> None:
         """Write the classes of joined projections, for some objects of one class."""
         variants = list(dict.fromkeys(fused.values()))
-        names = {}
-        for number, cls in enumerate(variants, 1):
-            names[cls] = cls.__name__ if len(variants) == 1 else f"{cls.__name__}{number}"
-            self.described.add_helper_after(original.__name__, self._joined_class(original, cls, names[cls]))
+        names = {cls: cls.__name__ + (str(number) if number > 1 else "") for number, cls in enumerate(variants, 1)}
         self.described.derived.append(original.__name__)
-        self.builds(fused, lambda call, cls: self.renamed_call(call, names[cls]))
+        try:
+            self.builds(fused, lambda call, cls: self.renamed_call(call, names[cls]))
+        except CodegenError:
+            others = any(type(each) is original and at not in fused for at, each in self.modules.items())
+            known = [vars(self.text.module).get(each) for each in self.text.classes]
+            derived = [each for each in known if isinstance(each, type) and issubclass(each, original)]
+            if len(variants) > 1 or others or len(derived) > 1:
+                raise
+            # What builds them doesn't name the class: the new one has its name.
+            name = original.__name__
+            code = self._joined_class(original, variants[0], name)
+            self.described.derived.remove(name)
+            self.described.replace_class(name, code.replace(f"super({name}, self)", f"super(Original{name}, self)"))
+            return
+        for cls in variants:
+            self.described.add_helper_after(original.__name__, self._joined_class(original, cls, names[cls]))
 
     def _joined_class(self, original: type[nn.Module], cls: Any, new: str) -> str:
         joined: Joined = cls._joined
@@ -380,15 +392,16 @@ class FusedLayers:
         layouts = cls.stacks(module)
         members, attributes = dict(cls._rewritten), []
         own = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
-        if members.get("run_expert") == LinearExperts._rewritten["run_expert"]:
-            members["run_expert"] = _run_expert(module, "_apply_gate" in own)
-        if members.get("empty_output") == LinearExperts._rewritten["empty_output"]:
+        plain = LinearExperts._rewritten
+        if members.get("empty_output") == plain["empty_output"]:
             del members["empty_output"]
             members["forward"] = members["forward"].replace(
                 "self.empty_output(hidden_states, top_k_weights)", "torch.zeros_like(hidden_states)"
             )
-        if not any("self.run_expert(" in code for code in members.values()):
+        if "self.run_expert(" not in members["forward"]:
             members.pop("run_expert", None)
+        elif members["run_expert"] == plain["run_expert"]:
+            members["run_expert"] = _run_expert(module, "_apply_gate" in own)
         for name in DECLARED:
             declared = members.pop(name, None)
             if any(f"self.{name}" in code for code in members.values()):
@@ -421,7 +434,7 @@ class FusedLayers:
         biased = {
             layer.removesuffix(".bias") for layout in layouts for layer in layout.layers if layer.endswith(".bias")
         }
-        weights = [layout for layout in layouts if layout.layers[0].endswith(".weight")]
+        weights = [layout for layout in layouts if layout.layers[0].endswith("weight")]
         shapes = []
         for layout in weights:
             count, rows, columns = sizes[layout.stock[0]]
@@ -433,6 +446,9 @@ class FusedLayers:
                 line = f"expert.{layer} = nn.Linear({inputs}, {outputs}{'' if layer in biased else ', bias=False'})"
                 lines += [f"    {line}"] if count == shapes[0][0] else [f"    if number < {count}:", f"        {line}"]
         lines.append("    self.add_module(str(number), expert)")
+        if weights[0].layers == ("weight",):  # an expert is a layer
+            _, inputs, outputs = shapes[0]
+            lines[1:] = [f"    self.add_module(str(number), nn.Linear({inputs}, {outputs}, bias=False))"]
         last = max(statements, key=lambda node: node.lineno)
         indent = self.text.text.indent(last.lineno)
         edits = [self.text.whole_lines(each) for each in statements if each is not last]

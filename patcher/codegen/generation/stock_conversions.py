@@ -216,13 +216,17 @@ def _initialisers(tree: ast.Module) -> list[ast.FunctionDef]:
 
 def _check_initialisation(config: PatchSpec, original: ast.Module, tree: ast.Module) -> None:
     """Of transformers' own classes it initialises loaded weights as well, by functions that leave those alone."""
-    known = {ast.dump(node) for node in _initialisers(original)}
+    calls = [part for node in _initialisers(original) for part in ast.walk(node) if isinstance(part, ast.Call)]
+    known = set(map(ast.unparse, calls))
     for node in _initialisers(tree):
-        if ast.dump(node) in known:
-            continue
         for part in ast.walk(node):
             called = part.func if isinstance(part, ast.Call) else None
-            if not isinstance(called, ast.Attribute) or not called.attr.endswith("_") or called.attr.endswith("__"):
+            if (
+                not isinstance(called, ast.Attribute)
+                or ast.unparse(part) in known
+                or not called.attr.endswith("_")
+                or called.attr.endswith("__")
+            ):
                 continue
             owner = ast.unparse(called.value)
             if owner.rpartition(".")[2] != "init" and not owner.startswith("super("):
