@@ -25,7 +25,7 @@ from patcher.codegen.generation.generator import Generated, build
 from patcher.compat.models import class_in
 from patcher.display.parts import Cell, Notes, Part, Table
 from patcher.display.shown import Shown
-from patcher.errors import InvalidPatcherError, VerificationError
+from patcher.errors import CodegenError, InvalidPatcherError, VerificationError
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
 from patcher.verification.verify import Verification, compare
@@ -170,8 +170,13 @@ def _generated(patcher: Patcher, cls: type[PreTrainedModel], config: PretrainedC
             f"{cls.__name__} is a class of {home}, and export writes the modeling file of a model that transformers "
             "has. Patch that code with patcher.codegen.PatchConfig, and publish its file."
         )
-    described = PatchConfig.from_patcher(patcher, cls, config=config, target_file=f"{home.rpartition('.')[2]}.py")
-    return build(described)
+    try:
+        return build(
+            PatchConfig.from_patcher(patcher, cls, config=config, target_file=f"{home.rpartition('.')[2]}.py")
+        )
+    except CodegenError as error:
+        reason = str(error).partition(": ")[2]  # behind the place of a config, which here is none
+        raise CodegenError(f"no modeling file can do what the patcher does: {reason}") from error
 
 
 def _source(model: str | os.PathLike[str], places: Mapping[str, Any]) -> Path:

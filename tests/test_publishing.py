@@ -192,7 +192,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Any]] = {
     "no patcher": (InvalidPatcherError, r"export\(model, .*, folder\)", lambda at: (at, "qkv")),
     "what a file can't do": (
         CodegenError,
-        "module_mapping",
+        r"^no modeling file can do what the patcher does: from_patcher\(\) can't write .*module_mapping",
         lambda at: (at, Patcher(module_mapping={"model.layers.0.mlp": OwnMLP})),
     ),
     "no weights": (InvalidPatcherError, "has no weights .* save_pretrained first", lambda at: (no_model(at), MLP)),
