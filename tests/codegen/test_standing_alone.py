@@ -209,6 +209,21 @@ def test_a_base_model_is_saved_under_the_name_of_the_original(imported: Any, tmp
     )
 
 
+def test_a_model_of_a_class_without_conversions_is_not_saved_in_its_own_layout(imported: Any, tmp_path: Path) -> None:
+    """`fully_shard` gives a model such a class; one that was loaded knows its conversions."""
+    config = text_config("LlamaConfig")
+    module = imported(PatchConfig.from_patcher(Patcher(fusions=["qkv"]), transformers.LlamaForCausalLM))
+    model = module.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "whole")
+    model.model.__class__ = type("Wrapped", (type(model.model),), {})
+    with pytest.raises(NotImplementedError, match="Wrapped has no conversions, which go by names"):
+        model.save_pretrained(tmp_path / "wrapped")
+    loaded = module.LlamaForCausalLM.from_pretrained(tmp_path / "whole")
+    loaded.model.__class__ = type("Wrapped", (type(loaded.model),), {})
+    loaded.save_pretrained(tmp_path / "wrapped")
+    assert files(tmp_path / "wrapped") == files(tmp_path / "whole")
+
+
 def test_a_patcher_on_top_of_a_file(imported: Any, tmp_path: Path) -> None:
     folder = tiny.save_tiny(tiny.tiny_llama_config(), tmp_path / "checkpoint")
     stock = transformers.LlamaForCausalLM.from_pretrained(folder)

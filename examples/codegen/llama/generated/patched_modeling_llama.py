@@ -141,6 +141,9 @@ def in_original_layout(model, state_dict):
     """A state dict as the original's checkpoints have it: what its load has converted, the other way round."""
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:  # it wasn't loaded
+        for kind in {type(each) for each in model.modules() if type(each).__module__ != __name__}:
+            if any(each.__module__ == __name__ and each.__name__.startswith(OWN_NAME) for each in kind.__mro__):
+                raise NotImplementedError(f"{kind.__name__} has no conversions, which go by names. Load a checkpoint.")
         conversions = get_model_conversion_mapping(model, add_legacy=False)
         conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
     return converted(model, state_dict, [each.reverse_transform() for each in reversed(conversions)], False)
