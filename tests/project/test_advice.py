@@ -107,6 +107,7 @@ NO_ADVICE = {
 NOT_HERE = {
     ". Load it whole, or load the original model.": "done in tests/codegen/test_standing_alone",
     "Load the model again with the patcher that it is to have.": "done in tests/loading/test_apply_keeps",
+    "{} has no conversions, which go by names. Load a checkpoint.": "done in tests/codegen/test_standing_alone",
     "Load the model, and write it with save_pretrained first.": "done in tests/test_publishing",
     "Install a release of {} that patcher's metadata lists": "one release is installed",
     "Install them: pip install liger-kernel": "tests install nothing",
