@@ -19,11 +19,12 @@ from dataclasses import is_dataclass
 from html import unescape
 from pathlib import Path
 from types import ModuleType
-from typing import get_type_hints
-
-from pdoc import doc, render
+from typing import TYPE_CHECKING, get_type_hints
 
 from patcher import Patcher, errors, presets
+
+if TYPE_CHECKING:
+    from pdoc import doc
 
 ROOT = Path(__file__).parents[1]
 #: page -> the names on it besides those in `__all__`
@@ -41,6 +42,8 @@ FILES = {"patcher.json"}
 
 def build(folder: Path) -> list[str]:
     """Write the reference into a folder; the references in it that lead nowhere, each with its page."""
+    from pdoc import render  # here, so that tests that look at this file need no such package
+
     render.configure(docformat="google", show_source=False)
     recipes = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Recipes\n")[2].partition("\n## ")[0]
     pages = {name: _page(name, names) for name, names in PAGES.items()}
@@ -58,6 +61,8 @@ def build(folder: Path) -> list[str]:
 
 def _page(name: str, more: tuple[str, ...]) -> doc.Module:
     """What pdoc makes a page of: the module, with all its names there already, and each on one page only."""
+    from pdoc import doc
+
     module = importlib.import_module(name)
     elsewhere = errors.__all__ if name == "patcher" else presets.__all__ if module is presets else []
     names = [each for each in (*module.__all__, *more) if each not in elsewhere and not each.startswith("__")]
@@ -80,6 +85,8 @@ def _page(name: str, more: tuple[str, ...]) -> doc.Module:
 
 
 def _module(name: str, text: str, members: dict[str, object]) -> doc.Module:
+    from pdoc import doc
+
     module = ModuleType(name, text)
     vars(module).update(members, __all__=sorted(members))
     return doc.Module(module)
