@@ -169,7 +169,10 @@ def compile_subclass(
             setattr(cls, method.name, made)
         function = inspect.unwrap(made)  # with the defaults in force: the source that was read may have others
         function.__defaults__, function.__kwdefaults__ = method.function.__defaults__, method.function.__kwdefaults__
+    line = vars(cls).get("__firstlineno__")  # of Python 3.13, which forgets it with a new `__module__`
     cls.__module__ = module.__name__
+    if line is not None:
+        cls.__firstlineno__ = line
     cls._rewritten = MappingProxyType(sources)
     cls._made_from = {each.name: (each.function, each.function.__code__) for each, _ in methods}
     # `sys.modules[cls.__module__]` has what it has for the class that the methods come from; it keeps neither alive.

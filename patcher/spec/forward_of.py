@@ -175,7 +175,8 @@ def _read(function: types.FunctionType) -> Iterator[str]:
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and before == code.co_varnames[0]:
             yield instruction.argval
-        before = instruction.argval if instruction.opname.startswith("LOAD_FAST") else None
+        loaded = instruction.argval if "LOAD_FAST" in instruction.opname else None
+        before = loaded[-1] if isinstance(loaded, tuple) else loaded  # from Python 3.13 on some load two
 
 
 def _guarded(layer: type[nn.Module], who: str) -> Callable[..., Any]:
