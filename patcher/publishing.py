@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -136,11 +136,12 @@ def export(
     config = config_of(model, places)
     cls = model_class_of(config, model_class, model, places)
     generated = _generated(patcher, cls, config)
+    auto_map, changes = _auto_map(cls, config, generated), _changes(generated)
     source = _source(model, places)
     is_new = not target.exists()
     target.mkdir(parents=True, exist_ok=True)
     try:
-        auto_map = _written(source, target, generated, _auto_map(cls, config, generated))
+        _write(source, target, generated, auto_map)
         found = None
         if verify:
             found = compare(source, target, quick=quick, progress=False, trust_remote_code=True)
@@ -150,7 +151,8 @@ def export(
                     + "\n  ".join(found.failures)
                 )
         (target / "README.md").write_text(
-            _card(str(model), source, patcher, generated, auto_map, found, push_to_hub or target.name), "utf-8"
+            _card(str(model), source, patcher, generated, changes, auto_map, found, push_to_hub or target.name),
+            "utf-8",
         )
         address = _pushed(target, push_to_hub, places.get("token")) if push_to_hub else ""
     except BaseException:
@@ -159,7 +161,7 @@ def export(
             target.mkdir()
         raise
     files = tuple(sorted(each.relative_to(target).as_posix() for each in target.rglob("*") if each.is_file()))
-    return Exported(target, generated.config.target_file, tuple(auto_map.items()), _changes(generated), files,
+    return Exported(target, generated.config.target_file, tuple(auto_map.items()), changes, files,
                     found, address)  # fmt: skip
 
 
@@ -223,7 +225,8 @@ def _auto_map(cls: type[PreTrainedModel], config: PretrainedConfig, generated: G
     return found
 
 
-def _written(source: Path, target: Path, generated: Generated, auto_map: dict[str, str]) -> dict[str, str]:
+def _write(source: Path, target: Path, generated: Generated, auto_map: dict[str, str]) -> None:
+    """Write all files but the card."""
     for each in _copied(source):
         shutil.copyfile(each, target / each.name)
     written = json.loads((source / "config.json").read_text("utf-8")) | {"auto_map": auto_map}
@@ -233,7 +236,6 @@ def _written(source: Path, target: Path, generated: Generated, auto_map: dict[st
     registered = "".join(f'{cls}.register_for_auto_class("{name}")\n' for cls, name in own.items())
     text = generated.text.rstrip("\r\n") + "\n\n# A model that is saved brings this file with it.\n" + registered
     (target / generated.config.target_file).write_text(text, generated.source.encoding)
-    return auto_map
 
 
 def _changes(generated: Generated) -> tuple[str, ...]:
@@ -249,6 +251,7 @@ def _card(
     source: Path,
     patcher: Patcher,
     generated: Generated,
+    changes: Iterable[str],
     auto_map: Mapping[str, str],
     found: Verification | None,
     place: str,
@@ -284,7 +287,7 @@ def _card(
         repr(patcher),
         "```",
         "",
-        *(f"- {change}" for change in _changes(generated)),
+        *(f"- {change}" for change in changes),
         "",
         "## How it was verified",
         "",
@@ -300,11 +303,8 @@ def _verified(found: Verification) -> Iterator[str]:
     yield ""
     yield "| stage | | measured | allowed |"
     yield "|---|---|---|---|"
-    for stage in found.stages:
-        figures = ", ".join(f"{name} {value:.3g}" for name, value in stage.figures)
-        state = "passed" if stage.checked else stage.message
-        allowed = "" if stage.tolerance is None else f"{stage.tolerance:.1e}"
-        yield f"| {stage.name} | {state} | {figures} | {allowed} |"
+    for stage, (name, _, figures, allowed, *_) in zip(found.stages, found.rows(), strict=True):
+        yield f"| {name} | {'passed' if stage.checked else stage.message} | {figures} | {allowed} |"
 
 
 def _pushed(folder: Path, repo_id: str, token: Any) -> str:

@@ -12,6 +12,13 @@ from patcher.errors import CodegenError
 from patcher.source.reading import Location, Source, caller, read_source
 
 T = TypeVar("T")
+#: How many columns a line of a file may have that the original doesn't.
+WIDTH = 119
+
+
+def import_by_line(module: str, words: Iterable[str]) -> list[str]:
+    """The lines of an import with a name in each."""
+    return [f"from {module} import (", *(f"    {word}," for word in words), ")"]
 
 
 @dataclass(frozen=True)
@@ -29,9 +36,7 @@ class Import:
             return [f"import {self.module}" + (f" as {self.alias}" if self.alias else "")]
         words = [name if name == bound else f"{name} as {bound}" for name, bound in self.names]
         line = f"from {self.module} import {', '.join(words)}"
-        if len(line) <= 119:
-            return [line]
-        return [f"from {self.module} import (", *(f"    {word}," for word in words), ")"]
+        return [line] if len(line) <= WIDTH else import_by_line(self.module, words)
 
     def bound(self) -> dict[str, tuple[str, str]]:
         """Each name that the statement binds, with the module and the name in it."""

@@ -22,7 +22,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from patcher import InvalidPatcherError, PatchConstructionError, Patcher, plan
 from patcher.monkey_patching import clear_patch_mapping, register_patch_mapping
 from tests.support import shared
-from tests.support.replacements import OWN, OwnLayer, OwnMLP, OwnNorm, classes, in_block
+from tests.support.replacements import OWN, OfOlderReleases, OwnLayer, OwnMLP, OwnNorm, classes, in_block
 from tests.support.snapshot import changes, snapshot
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_llava_config
 
@@ -208,11 +208,6 @@ def test_what_is_no_module_of_torch_is_named(
         build(Patcher(mapping))
     nothing_is_left()
     build(Patcher(following(str(caught.value))))
-
-
-class OfOlderReleases(LlamaMLP):
-    def forward(self, states: torch.Tensor, **kwargs: Any) -> Any:
-        return super().forward(states)
 
 
 class OfBoth(LlamaMLP):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RMSNorm
 
 from patcher import Patcher
@@ -34,6 +34,13 @@ class OtherMLP(OwnMLP):
 
 class ThirdMLP(OwnMLP):
     pass
+
+
+class OfOlderReleases(LlamaMLP):
+    """Has a parameter under a name that transformers could have given up."""
+
+    def forward(self, states: torch.Tensor, **kwargs: Any) -> Any:
+        return super().forward(states)
 
 
 class OwnNorm(LlamaRMSNorm):

@@ -36,6 +36,7 @@ from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.layouts import Flatten, Layout, Rows
 from patcher.layouts.selection import select_conversions
 from patcher.layouts.transforms import describe, identity
+from patcher.patterns import inside
 from patcher.source.indentation import dedented
 
 if TYPE_CHECKING:
@@ -117,7 +118,11 @@ class OwnConversions:
 
     def _around(self, path: str) -> list[str]:
         """The models of the file around a module, the innermost first."""
-        found = [at for at, each in self._models().items() if self.text.own(type(each)) and _is_in(path, at)]
+        found = [
+            at
+            for at, each in self._models().items()
+            if self.text.own(type(each)) and f"{path}.".startswith(inside(at))
+        ]
         if not found:
             raise self.described.refusal(f"{path} is in no model that {self.described.source_module} defines")
         return sorted(found, key=len, reverse=True)
@@ -363,10 +368,6 @@ class OwnConversions:
         ]
         line = f"{kind}({', '.join(listed)}, [{operation}])"
         return line if len(line) <= 108 else f"{kind}(\n    {listed[0]},\n    {listed[1]},\n    [{operation}],\n)"
-
-
-def _is_in(path: str, at: str) -> bool:
-    return not at or path == at or path.startswith(f"{at}.")
 
 
 def _renames(kept: Sequence[Any], stock: Sequence[Any]) -> bool:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from patcher.codegen.additions import WIDTH
 from patcher.compat import standing_alone
 from patcher.compat.modeling_code import unrebound
 from patcher.errors import CodegenError
@@ -33,8 +34,6 @@ from patcher.source.scopes import top_level
 
 if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig
-
-_WIDTH = 119
 
 
 class ModuleText:
@@ -93,7 +92,7 @@ def wrapped(code: str, known: str = "") -> str:
     """
     lines = []
     for line in code.split("\n"):
-        if len(line) + 4 <= _WIDTH or not line.endswith(")") or line.strip() in known:
+        if len(line) + 4 <= WIDTH or not line.endswith(")") or line.strip() in known:
             lines.append(line)
             continue
         indent, depth, at = line[: len(line) - len(line.lstrip())], 0, len(line)
@@ -106,7 +105,7 @@ def wrapped(code: str, known: str = "") -> str:
             lines.append(line)
             continue
         inner = line[at + 1 : -1]
-        parts = [inner] if len(indent) + len(inner) + 8 <= _WIDTH else [f"{part}," for part in _arguments(inner)]
+        parts = [inner] if len(indent) + len(inner) + 8 <= WIDTH else [f"{part}," for part in _arguments(inner)]
         lines += [line[: at + 1], *(f"{indent}    {part}" for part in parts), f"{indent})"]
     return "\n".join(lines)
 
@@ -495,8 +494,8 @@ def _listed(lines: Sequence[str], indent: int) -> list[str]:
     """Lines of which one with a long list has its items one by one."""
     result = []
     for line in lines:
-        if len(line) + indent <= _WIDTH or not line.endswith("]"):
-            result += wrapped(" " * indent + line).split("\n") if len(line) + indent > _WIDTH else [line]
+        if len(line) + indent <= WIDTH or not line.endswith("]"):
+            result += wrapped(" " * indent + line).split("\n") if len(line) + indent > WIDTH else [line]
             continue
         head, _, items = line.partition("[")
         result += [f"{head}[", *(f"    {each}," for each in _arguments(items[:-1])), "]"]

@@ -8,7 +8,7 @@ import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from patcher.codegen.additions import Helper, Import
+from patcher.codegen.additions import WIDTH, Helper, Import, import_by_line
 from patcher.codegen.generation.patched_definitions import Context, marker, why
 from patcher.codegen.spec import External, PatchSpec
 from patcher.errors import CodegenError
@@ -24,7 +24,6 @@ from patcher.source.scopes import (
     statements_of,
 )
 
-_WIDTH = 119
 _SPACE = r"(?:\s|\\\r?\n)*"
 _RELATIVE = re.compile(
     rf"from(?P<before>{_SPACE})(?:\.{_SPACE})*\.(?P<dots>{_SPACE})(?P<name>[^\W\d]\w*(?:{_SPACE}\.{_SPACE}[^\W\d]\w*)*)?"
@@ -47,10 +46,9 @@ def absolute_imports(source: SourceModule, text: Text, where: Location) -> Itera
         name = absolute_name("." * node.level + (node.module or ""), source.package, source.name, where)
         behind = match["behind"] if node.module else match["dots"] + match["behind"]  # needs none beside a dot
         line = f"from {name} import {text.text[match.end() : text.span(node)[1]].lstrip()}"
-        if len(line) + node.col_offset > _WIDTH and text.is_alone(node) and "\n" not in line and "(" not in line:
-            indent, end = text.indent(node.lineno), text.line_break(node.lineno)
-            listed = "".join(f"{indent}    {ast.unparse(alias)},{end}" for alias in node.names)
-            yield Edit(start, text.span(node)[1], f"from {name} import ({end}{listed}{indent})")
+        if len(line) + node.col_offset > WIDTH and text.is_alone(node) and "\n" not in line and "(" not in line:
+            between = text.line_break(node.lineno) + text.indent(node.lineno)
+            yield Edit(start, text.span(node)[1], between.join(import_by_line(name, map(ast.unparse, node.names))))
             continue
         yield Edit(start, match.end(), f"from{match['before'] or ' '}{name}{behind or ' '}import")
 

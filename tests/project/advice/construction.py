@@ -20,6 +20,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from patcher import Patcher
 from patcher.construction import lock
 from tests.project.advice import OwnMLP, Place, Steps, advice, load, same, written
+from tests.support.replacements import OfOlderReleases
 from tests.support.tiny import tiny_llama_config
 
 QKV = Patcher(fusions="qkv")
@@ -44,11 +45,6 @@ class Beginning(LlamaMLP):
 def an_init_that_does_not_call_that_of_the_module(at: Place) -> Steps:
     yield lambda: load(at.llama, instead_of_mlp(NoBeginning))
     assert same(load(at.llama, instead_of_mlp(Beginning)), at.llama)
-
-
-class OfOlderReleases(LlamaMLP):
-    def forward(self, states: torch.Tensor, **kwargs: Any) -> Any:
-        return super().forward(states)
 
 
 class OfBoth(LlamaMLP):
