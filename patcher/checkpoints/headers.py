@@ -33,9 +33,9 @@ class Headers:
     """The tensors of a checkpoint, on the meta device.
 
     Attributes:
-        where: the file or repo that was asked.
+        where: the file or repo.
         tensors: key -> a tensor without storage.
-        unknown: the keys whose shapes nobody said: those of an index whose shards aren't there.
+        unknown: the keys without known shapes: those of an index whose shards aren't there.
         files: those that were opened.
     """
 
@@ -98,7 +98,7 @@ def headers_of(
 
 
 def headers_of_mapping(tensors: Mapping[str, Any]) -> Headers:
-    """Headers from key -> shape, or -> anything that has a shape; None stands for one that isn't known.
+    """Headers from key -> shape, or -> anything that has a shape; None for one that isn't known.
 
     >>> headers_of_mapping({"norm.weight": (64,), "bias": None}).unknown
     frozenset({'bias'})

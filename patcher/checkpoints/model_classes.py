@@ -1,4 +1,4 @@
-"""Which config and which class of model are meant by a repo, a folder or a config."""
+"""The config and the class of model of a repo, a folder or a config."""
 
 from __future__ import annotations
 

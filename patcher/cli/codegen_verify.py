@@ -51,7 +51,7 @@ def verify(
     from patcher.codegen.files.projects import load_configs
 
     try:
-        right, told = True, []
+        right, results = True, []
         for config in load_configs(module, config_name):
             found = verify(
                 config,
@@ -61,8 +61,8 @@ def verify(
                 partly=partly,
             )
             right = right and found.passed
-            told.append(found.to_dict() if as_json else found)
-        typer.echo(json.dumps(told, indent=2) if as_json else "\n".join(map(str, told)))
+            results.append(found.to_dict() if as_json else found)
+        typer.echo(json.dumps(results, indent=2) if as_json else "\n".join(map(str, results)))
     except (PatcherError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error

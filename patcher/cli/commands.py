@@ -294,5 +294,5 @@ def fingerprint(
 
 
 def _options(revision: str | None, remote: bool) -> dict[str, Any]:
-    # Said in any case: transformers asks at the terminal where it isn't.
+    # Given in any case: transformers prompts at the terminal where it isn't.
     return {"trust_remote_code": remote} | ({"revision": revision} if revision else {})

@@ -1,4 +1,4 @@
-"""What libraries say while they are imported isn't said by a command: it is about packages that nobody asked for."""
+"""Commands don't show what libraries warn of while they are imported: it is about packages that aren't used."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def _named(option: str, text: str, form: str, example: str, before: str = "") ->
         )
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.append(here)  # at the end: nothing here may stand in for what is installed
+        sys.path.append(here)  # at the end: nothing here may shadow what is installed
     try:
         home = vars(importlib.import_module(module))
     except Exception as error:  # whatever the code of others raises

@@ -1,4 +1,4 @@
-"""What a value is shown as, before anybody asks where: tables, notes, bars, code before and after."""
+"""The parts of a shown value, whatever shows it: tables, notes, bars, code before and after."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Tone = Literal["", "good", "bad", "warning", "changed", "dim"]
 
 
 class Cell(NamedTuple):
-    """A text that stands out."""
+    """An emphasized text."""
 
     text: str
     tone: Tone = ""
@@ -37,9 +37,9 @@ class Notes(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """One number of a chart: what it is of, and what is said of it; `inside` of the one before it that isn't.
+    """One number of a chart with its label and a note; `inside` of the one before it that isn't.
 
-    Where it is a share, `text` says the number, and `tone` what it means.
+    Where it is a share, `text` is the number as text, and `tone` what it means.
     """
 
     label: str
@@ -66,11 +66,11 @@ class Chart(NamedTuple):
 
     @property
     def mark(self) -> str:
-        """What is said where the mark is."""
+        """The text at the mark."""
         return "stock" if self.is_share else f"{self.allowed:.2g} allowed"
 
     def number(self, bar: Bar) -> str:
-        """A value as it is said."""
+        """A value as text."""
         return bar.text or (f"{bar.value:.2g}" if bar.value else "the same")
 
     def share(self, value: float) -> float:

@@ -21,7 +21,7 @@ from patcher.patterns import compress, without_numbers
 if TYPE_CHECKING:
     from patcher.display.shown import Shown
 
-#: How wide a page is where nobody says.
+#: The width of a page without a terminal.
 WIDTH = 119
 _STYLES: dict[Tone, str] = {
     "": "",

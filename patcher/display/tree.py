@@ -54,12 +54,12 @@ class ModuleNode(NamedTuple):
 
     @property
     def stands_out(self) -> bool:
-        """Whether anything is said of the module itself."""
+        """Whether anything is shown of the module itself."""
         return bool(self.becomes or self.reason or self.functions or self.weights)
 
     @property
     def is_open(self) -> bool:
-        """Whether anything is said of a module in it."""
+        """Whether anything is shown of a module in it."""
         return any(child.stands_out or child.is_open for child in self.children)
 
     def walk(self) -> Iterator[ModuleNode]:
@@ -70,12 +70,12 @@ class ModuleNode(NamedTuple):
 
 
 _NUMBERS = re.compile(r"[{\d]")
-#: More modules in a row of which nothing is said are one line.
+#: More modules in a row of which nothing is shown are one line.
 IN_A_ROW = 4
 
 
 def in_rows(children: Iterable[ModuleNode]) -> Iterator[list[ModuleNode]]:
-    """Each module by itself, but for long rows of which nothing is said."""
+    """Each module alone, but for long rows of which nothing is shown."""
     row: list[ModuleNode] = []
     for child in children:
         if child.stands_out or child.is_open:
@@ -112,7 +112,7 @@ class _Place:
         return place
 
     def owner(self, name: str) -> tuple[str, _Place]:
-        """The innermost module with this tensor of which something is said already, else the innermost there is."""
+        """The innermost module with this tensor that is marked already, else the innermost there is."""
         place, path, owned = self, [], ("", self)
         for segment in name.split(".")[:-1]:
             found = place.children.get(segment)
@@ -148,7 +148,7 @@ def module_tree(
         refused: (path, reason) of what fusions leave alone.
         functions: (function, what is called in its place, the classes that call it).
         weights: those that aren't read as they are, by their whole names. `kept` ones are conversions of stock, which
-            are told of replaced modules only. What is of no module is told of the model.
+            are shown at replaced modules only. What belongs to no module is shown at the model.
     """
     root = _Place(model)
     for path, name in modules:
@@ -222,6 +222,6 @@ def _folded(name: str, place: _Place) -> ModuleNode:
         for (_, child), names in alike.items()
     )
     is_plain = name and not is_number(name) and not node.stands_out
-    if is_plain and len(children) == 1 and _NUMBERS.match(children[0].name):  # a list, of which nothing else is said
+    if is_plain and len(children) == 1 and _NUMBERS.match(children[0].name):  # a list that isn't marked itself
         return children[0]._replace(name=f"{name}.{children[0].name}")
     return node._replace(children=children)

@@ -1,7 +1,7 @@
-"""Two classes as texts that can be compared: one as it is shipped, and what stands in its place.
+"""Two classes as texts that can be compared: one as it is shipped, and its replacement.
 
-A replacement that inherits from the class that it replaces says only what it changes. So its methods are put where
-those stand that they override, and what is left is the text that one would have written in the modeling file.
+A replacement that inherits from the class that it replaces says only what it changes. So its methods are put in the
+places of those that they override; the result is the text that one would have written in the modeling file.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _root(cls: type) -> str:
 
 
 def _overlay(under: _Body, over: _Body) -> None:
-    """Put the members of a subclass where those stand that they override, and the others beside them."""
+    """Put the members of a subclass in the places of those that they override, and the others beside them."""
     under.decorators = [*over.decorators, *under.decorators]
     under.comments = [*over.comments, *under.comments]
     for name in dict.fromkeys(member.name for member in over.members):

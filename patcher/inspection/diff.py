@@ -137,11 +137,11 @@ def diff(
     +        return super().forward(x) * 2
 
     A replacement that inherits from the class that it replaces is shown as that class with the methods in their
-    places; one that calls the method that it overrides stands below it. No weight is read.
+    places; one that calls the method that it overrides is put below it. No weight is read.
 
     Args:
         model: a model that is loaded, a class of model, a repo, a folder or a config.
-        patcher: what is asked about; without it what a loaded model was patched with.
+        patcher: the patcher; by default what a loaded model was patched with.
         model_class: the class or the Auto class to load, if not the one that the config names as its architecture.
         options: as `AutoConfig.from_pretrained` takes them: `revision`, `token`, `trust_remote_code`, ...
 

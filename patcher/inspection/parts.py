@@ -97,7 +97,7 @@ class Patched(Shown):
 
 
 def of_modules(built: nn.Module, weights: Iterable[Weights], fields: dict[str, Any]) -> dict[str, Any]:
-    """These fields of a report or a plan, with those that the modules of the model tell."""
+    """These fields of a report or a plan, with those that follow from the modules of the model."""
     names = [(in_state_dict(path), stock_class(module).__qualname__) for path, module in named_modules(built)]
     callers = {name for _, _, classes in fields["functions"] for name in classes}
     tree = module_tree(

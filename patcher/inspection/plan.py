@@ -168,18 +168,18 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
     headers, layout = _headers(model, checkpoint, config, options)
     cls = model_class_of(config, model_class, model, options)
     tensors, unknown = _completed(headers, cls, config) if headers is not None else ({}, frozenset[str]())
-    asked = DryRun(
+    run = DryRun(
         unknown,
         has_checkpoint=headers is not None,
         files=headers.files if headers is not None else (),
         runtime_layout=bool(layout),
     )
     for_the_load = {name: value for name, value in options.items() if name not in PLACES}
-    if layout:  # the weights lie so, whatever is asked for
-        said = options.get("fusion_config") or getattr(config, "fusion_config", None)
-        for_the_load["fusion_config"] = with_fusion_names(said, layout)
+    if layout:  # the layout of the weights decides
+        given = options.get("fusion_config") or getattr(config, "fusion_config", None)
+        for_the_load["fusion_config"] = with_fusion_names(given, layout)
     install()
-    load, error = dry_run(cls, patcher, tensors, asked, config=config, **for_the_load)
+    load, error = dry_run(cls, patcher, tensors, run, config=config, **for_the_load)
     constructed = load if isinstance(load, Constructed) else None
     in_force = load.in_force if load is not None else in_force_for(patcher)[0]
     built = constructed.model if constructed is not None else skeleton(cls, config)
@@ -235,7 +235,7 @@ def _modules(constructed: Constructed | None, model: PreTrainedModel, rules: Cla
     if constructed is not None:
         record = constructed.record
         replaced = record.replaced
-    else:  # it was never built: what would have been replaced is told from the stock model
+    else:  # it was never built: what would have been replaced follows from the stock model
         record = PatchRecord(type(model), ())
         replaced = _named(model, rules)
     return {

@@ -84,7 +84,7 @@ def _parents(model: nn.Module, replaced: Iterable[PatchedModule]) -> dict[type[n
 
 @lru_cache(maxsize=64)
 def _sites(module: str) -> CallSites | None:
-    """The calls of a file, None where there is none: nobody can read what was typed into a prompt."""
+    """The calls of a file, None where there is none: what was typed into a prompt can't be read."""
     if module.startswith("torch.") or module == "builtins" or module not in sys.modules:
         return None
     try:

@@ -25,7 +25,7 @@ def unseen(
 ) -> Unseen:
     """The parameters whose values may be in another order than their module has them, without a shape that says so.
 
-    Only replaced modules and conversions of a patcher are meant: what fusions join they also take apart.
+    Only of replaced modules and conversions of a patcher: fusions know the order of what they join.
 
     Args:
         routes: those of the load.

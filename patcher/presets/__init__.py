@@ -58,7 +58,7 @@ def __getattr__(name: str) -> Patcher:
     from patcher.presets.preset import Preset
 
     home, model = _family(name)
-    # When it is asked for: a preset may need a package that isn't installed, and the list of names needs none.
+    # On access: a preset may need a package that isn't installed, and the list of names needs none.
     return Preset(**home.arguments(model), name=name, transformers=">=5.17,<5.25")
 
 

@@ -17,15 +17,15 @@ from patcher.verification.passes import OnStock, Pass, Reference, parameters_of
 
 #: Compared otherwise: caches in steps and chunks, masks as padding.
 _LEFT_OUT = {"cache", "past_key_values", "cache_params", "encoder_outputs", "input_ids", "args"}
-#: What some kernels of attention are told, and other ways to compute attention don't take.
+#: Taken by some attention kernels only.
 _OF_KERNELS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "is_causal", "seq_idx"}
-#: Said by position in the row of losses, so not tried again beside labels.
+#: Not tried again beside labels.
 _WITHOUT_LABELS = {"logits_to_keep", "position_ids", "inputs_embeds", "labels", "return_dict"}
 
 
 class Value(NamedTuple):
-    """A value to try for an argument, which arguments it stands in for, and whether others are still to be tried if
-    stock reacts to it."""
+    """A value to try for an argument, which arguments it takes the place of, and whether others are still to be tried
+    if stock reacts to it."""
 
     text: str
     value: Any
@@ -72,7 +72,7 @@ def _differ(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], output
 
 
 def recording(stock: nn.Module, base: Pass) -> Iterator[Pass]:
-    """A run with each argument that asks for something to be recorded, then with all of them."""
+    """A run with each argument that has something recorded, then with all of them."""
     names = [name for name, kind in _names(stock) if name.startswith("output_") and "bool" in kind]
     for some in [*([name] for name in names), names] if len(names) > 1 else [names]:
         title = f"{base.name} with {', '.join(some)}"
@@ -113,7 +113,7 @@ def _values(stock: Any, given: dict[str, Any], name: str, annotation: str) -> It
         yield from (Value(text, value, more=name in _ALL) for text, value in _BY_NAME[name](ids).items())
     if name in (*_BY_NAME, "inputs_embeds"):
         return
-    # What a name doesn't tell: numbers of every usual shape and type. Stock refuses what it isn't.
+    # By the type alone: numbers of every usual shape. Stock refuses what doesn't fit.
     generator = torch.Generator().manual_seed(1)
     rows, length = leading.shape[0], leading.shape[1] if leading.dim() > 1 else 1
     width = getattr(stock.config.get_text_config(), "hidden_size", None) or 1

@@ -137,18 +137,19 @@ class Benchmark(Shown):
     def _too_few(self) -> str:
         needed = rounds_needed(max(1, len(self.measured)))
         if not self.rounds:
-            return "not even one was finished in the time"
+            return f"no round was finished; give it more time: seconds={max(60.0, 4 * self.seconds):.0f}"
         if not self.measured or self.rounds >= needed:
             return ""
         longer = self.seconds * (needed + 1) / max(self.rounds, 1)
-        return f"with {self.rounds} no gain can be told from noise, with {needed} it can: seconds={longer:.0f}"
+        return f"{self.rounds} can't tell a gain from noise, {needed} can: seconds={longer:.0f}"
 
     def _headline(self) -> str:
         found = next((each for each in self.measured if each.patcher is self.best), None)
         none = "too few rounds to tell" if self._too_few else "no patcher pays"
         what = none if found is None else f"{found.label} takes {found.gains[ALL].ratio:.2f} of the time"
         times = f"{self.rounds} round{'' if self.rounds == 1 else 's'}"
-        return f"{self.model}: {what} ({self.dtype}, {self.checkpoint}, {times} in {self.seconds:.0f} s)"
+        where = ", ".join(filter(None, [self.dtype, self.checkpoint]))
+        return f"{self.model}: {what} ({where}, {times} in {self.seconds:.0f} s)"
 
     def _verdict(self) -> Cell:
         none = Cell("UNDECIDED", "warning") if self._too_few else Cell("NO DIFFERENCE", "dim")
@@ -212,10 +213,10 @@ def benchmark(
       `forward`. As many tokens as there is time for;
     - `training`: the forward and the backward pass.
 
-    The second stock tells noise from gain. What could be noise, is less than stock differs from itself, or less than a
-    hundredth, is "no difference"; of a patch that does nothing something else is said at most once in twenty
-    benchmarks. For that it takes six rounds or more: give a large model more seconds. In the mean of prompts, decoding
-    and training (each counts once, whatever the number of batches) a patcher pays, or it doesn't.
+    The second stock measures the noise. What could be noise, is less than stock differs from itself, or less than a
+    hundredth, is "no difference"; a patch that does nothing gets another verdict at most once in twenty benchmarks.
+    That takes six rounds or more: give a large model more seconds. A patcher pays if the mean of prompts, decoding
+    and training is faster (each of these counts once, whatever the number of batches).
 
     Before they are measured, patchers are verified, quickly, in float32; subsets of them must compute what stock does
     within the tolerance of their type. All models are in memory at once.

@@ -25,7 +25,7 @@ from patcher.loading.saving import saved_state_dict
 from patcher.patterns import compress
 from patcher.spec.patcher import Patcher
 from patcher.verification.arguments import reactions, recording
-from patcher.verification.comparing import Comparison, Pair, Stage, UncheckedError, requested, said
+from patcher.verification.comparing import Comparison, Pair, Stage, UncheckedError, error_text, requested
 from patcher.verification.inputs import NoInputsError, chosen_passes, processed, processor_of
 from patcher.verification.layers import few_layers, on_few_layers
 from patcher.verification.modules import HALVES, eager_attention, precision_stage
@@ -48,7 +48,7 @@ NEW_TOKENS = 5
 
 @dataclass
 class Run:
-    """One comparison under way: what is compared and how, then what was found by the way."""
+    """One comparison: what is compared and how, and what has been found so far."""
 
     theirs: Side  # stock, or what is taken as the reference
     mine: Side
@@ -56,7 +56,7 @@ class Run:
     seed: int
     scratch: Path  # an empty folder, for what is saved and offloaded
     names: Sequence[str]  # of the stages to run
-    step: Callable[[str], None] = lambda _: None  # is told what is being done
+    step: Callable[[str], None] = lambda _: None  # called with the name of each step
     quick: bool = False
     allowed: float | None = None  # in place of the tolerance of the type
     replaced: int = 0
@@ -80,7 +80,7 @@ class Run:
         try:
             ours = self._load(self.mine)
         except Exception as error:  # stock could be loaded: it is the patcher
-            yield Stage("load", False, message=said(error), seconds=time.perf_counter() - started)
+            yield Stage("load", False, message=error_text(error), seconds=time.perf_counter() - started)
             return
         self.compare_with(ours, stock)
         self.replaced = len(self.patched)
@@ -113,11 +113,12 @@ class Run:
                     self._find_inputs()
                 return check.check(self)
         except NoInputsError as error:  # what wasn't compared is not the same
-            return Stage(name, False, message=f"stock runs on nothing that was tried, the first says: {error}")
+            text = "stock runs on none of the inputs that were tried"
+            return Stage(name, False, message=f"{text}; the first error: {error}")
         except UncheckedError as error:
             return Stage(name, True, message=f"not checked: {error}", checked=False)
         except Exception as error:  # stock went through it, or it would have been left out
-            return Stage(name, False, message=said(error))
+            return Stage(name, False, message=error_text(error))
 
     def fails(self, mine: Side, name: str) -> bool:
         """Whether a stage that has failed fails with another model as well: `outputs` on the input on which it has."""
@@ -153,7 +154,7 @@ class Run:
         try:
             stock = self._load(theirs, **more)
         except Exception as error:
-            raise UncheckedError(f"stock raises {said(error)}") from None
+            raise UncheckedError(f"stock raises {error_text(error)}") from None
         return Pair(stock, self._load(mine, **more), mine.name)
 
     def _pair_with(self, values: Mapping[str, Any]) -> Pair:
@@ -236,7 +237,7 @@ class Run:
             compared.add(on_few_layers(self.pair, self._passes("a short row", CHUNKS), of_the_rest))
         others = self._reaching(reached_in_stock)
         self.references += others
-        # Last, though it was run before: what is said of simple inputs is said first.
+        # Last, though it was run before: failures on simple inputs are reported first.
         compared.add(self.pair.compare([*chunks, *others], self.tolerance, reached=reached))
         self.failing = compared.failing
         missed = sorted(self.patched - reached)
@@ -286,9 +287,9 @@ class Run:
                 # Loaded anew: some look at it once, when they are constructed or first run.
                 pair, prefix = self._pair(self.theirs, self.mine, attn_implementation="eager"), "eager attention, "
         bases = [base for base in self._passes("a short row", *self.chosen) if base.method == "forward"]
-        asked = [each for base in bases for each in recording(pair.stock, base)]
+        recorded = [each for base in bases for each in recording(pair.stock, base)]
         plain = self._passes("a short row", "a padded batch", CHUNKS, *self.chosen)
-        runs = dict.fromkeys([*plain, *asked])
+        runs = dict.fromkeys([*plain, *recorded])
 
         def with_all(on_stock: OnStock) -> Comparison:
             return pair.compare(on_stock(runs), self.tolerance, prefix=prefix)
@@ -326,7 +327,7 @@ class Run:
         try:
             tokens = stock.generate(**given, **options).tolist()
         except Exception as error:
-            raise UncheckedError(f"stock raises {said(error)}") from None
+            raise UncheckedError(f"stock raises {error_text(error)}") from None
         options |= {"prefix_allowed_tokens_fn": lambda row, ids: [tokens[row][len(ids)]]}
         options |= {"output_logits": True, "return_dict_in_generate": True}
         run = Pass("generate", given | options, title=f"{NEW_TOKENS} tokens after {texts[0].name}")
@@ -348,7 +349,7 @@ class Run:
         try:
             self.pair.stock.save_pretrained(stock)
         except Exception as error:
-            raise UncheckedError(f"stock can't be saved: {said(error)}") from None
+            raise UncheckedError(f"stock can't be saved: {error_text(error)}") from None
         self.pair.ours.save_pretrained(ours)
         tensors = [
             {key: tensor for path in folder.glob("*.safetensors") for key, tensor in load_file(path).items()}
@@ -374,7 +375,7 @@ class Run:
     def reload(self) -> Stage:
         if not (self.scratch / "patched").exists():
             raise UncheckedError("nothing was saved")
-        # Where the files were, and how they became quantized, is behind us.
+        # Not where the original files were, nor how they were quantized.
         kept = ("attn_implementation", "device_map", "offload_folder")
         options = {name: self.theirs.options[name] for name in kept if name in self.theirs.options}
         cls = self.theirs.cls or type(self.pair.stock)
@@ -399,12 +400,12 @@ class Check(NamedTuple):
     """A stage of a comparison.
 
     Attributes:
-        check: makes it.
+        check: runs it.
         share: how much of the time it takes: percents of most models, decoders and encoders, small and large.
-        is_quick: whether it is of the quick ones.
-        in_all: whether it is run where nothing is said.
+        is_quick: whether `quick=True` runs it.
+        in_all: whether it is run by default.
         needs_inputs: whether it runs the models.
-        repeats: whether it is wrong wherever the outputs are.
+        repeats: whether it fails whenever the outputs are wrong.
     """
 
     check: Callable[[Run], Stage]

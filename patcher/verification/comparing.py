@@ -1,4 +1,4 @@
-"""Stock and patched side by side: what is compared, what is said, and what a stage of a verification is."""
+"""Stock and patched side by side: the comparison, its messages, and the stages of a verification."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Stage:
         name: what was checked; `verify` lists the names.
         passed: whether it holds; also where nothing could be checked, and `message` says why.
         figures: (what, value) of what was measured.
-        tolerance: the largest value of the first figure that passes, None where equality is asked for.
+        tolerance: the largest value of the first figure that passes, None where it must be equal.
         message: what is wrong, and where; or why nothing was checked.
         checked: whether anything was.
         seconds: the time that it took.
@@ -53,8 +53,8 @@ class UncheckedError(Exception):
     """Why a stage could not be checked."""
 
 
-def said(error: BaseException) -> str:
-    """An error in one line of a report."""
+def error_text(error: BaseException) -> str:
+    """An error as one line of a report."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -73,18 +73,18 @@ def requested(what: str, names: Iterable[str], known: Iterable[str]) -> tuple[st
 
 @dataclass
 class Comparison:
-    """What several runs of two models have shown."""
+    """The differences of several runs of two models."""
 
     tolerance: float
     gaps: list[Difference] = field(default_factory=list)
     agreement: list[torch.Tensor] = field(default_factory=list)
     message: str = ""
-    failing: Reference | None = None  # the run of which that is said
-    others: list[str] = field(default_factory=list)  # the runs that are wrong besides
+    failing: Reference | None = None  # the run that the message is about
+    others: list[str] = field(default_factory=list)  # the other runs that are wrong
     layers: LayerErrors | None = None  # of that run
 
     def add(self, other: Comparison) -> None:
-        """What was compared besides."""
+        """Add the results of another comparison."""
         self.gaps += other.gaps
         self.agreement += other.agreement
         if not self.message:
@@ -136,7 +136,7 @@ class Pair:
                 try:
                     mine = run.results(self.ours)
                 except Exception as error:  # stock went through it
-                    gap, message = Difference(math.inf, math.inf, 0.0), f"{self.name} raises {said(error)}"
+                    gap, message = Difference(math.inf, math.inf, 0.0), f"{self.name} raises {error_text(error)}"
                 else:
                     gap, message = differences(mine, expected), ""
                     found.agreement += _agreement(mine, expected)
@@ -180,9 +180,9 @@ class Pair:
         return Stage(name, not wrong, tuple(figures), message="; ".join(wrong))
 
     def blame(self, path: str | None) -> str:
-        """Where it begins, in words."""
+        """The module in which the error begins, for a message."""
         if path is None:
-            return "in no module that both have does it begin"
+            return "it doesn't begin in a module that both have"
         mine, theirs = type(self.ours.get_submodule(path)), type(self.stock.get_submodule(path))
         is_another = mine.__qualname__ != theirs.__qualname__  # a class of a generated file is called as that of stock
         kind = f"{mine.__qualname__} in place of {theirs.__qualname__}" if is_another else mine.__qualname__

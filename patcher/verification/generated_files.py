@@ -26,7 +26,7 @@ from patcher.display.parts import Cell, Notes, Part, Table
 from patcher.display.shown import Shown
 from patcher.errors import CodegenError, UnmatchedPatchError, VerificationError
 from patcher.spec.patcher import Patcher
-from patcher.verification.comparing import UncheckedError, said
+from patcher.verification.comparing import UncheckedError, error_text
 from patcher.verification.inputs import chosen_passes
 from patcher.verification.progress import under_way
 from patcher.verification.sides import Side, random_checkpoint
@@ -51,7 +51,7 @@ class FileVerification(Shown):
         models: the models of the file that were run, each beside stock.
         exact: those that the runtime patch changes, beside stock under it: the same to the bit.
         unrun: the patches that no model has run; `partly` lets them pass.
-        problems: what is wrong besides: what can't be loaded, or made.
+        problems: what else is wrong: what can't be loaded, or made.
         skipped: (class, why) of models that could not be run.
         seconds: the time that it took.
     """
@@ -92,7 +92,7 @@ class FileVerification(Shown):
 
     @property
     def _beside(self) -> Iterator[tuple[str, Verification]]:
-        """All verifications, each with what it is beside."""
+        """All verifications, each with what the file is compared with."""
         yield from (("the runtime patch", each) for each in self.exact)
         yield from (("stock", each) for each in self.models)
 
@@ -134,7 +134,7 @@ def verify(
     A checkpoint of random weights is made by stock, of a small config. It is read by stock, by the file, and by stock
     with `config.to_patcher()`, and they are compared as `patcher.compare` compares any two models. File and runtime
     patch must compute the same to the bit, outputs and gradients, and the file saves what stock saves, byte for byte.
-    How far it is from stock is told in numbers: only the author of a patch knows what is to differ. Models of the
+    How far it is from stock is only measured: the author of a patch knows what is to differ. Models of the
     module are run until every patch has run.
 
     Args:
@@ -199,7 +199,7 @@ def _checkpoint(stock: Any, config: PretrainedConfig | None, folder: Path, seed:
         chosen_passes(unpatched(partial(stock.from_pretrained, folder)).eval())
     except Exception as error:
         hint = "; give model_config= (--model-config FOLDER), a small one with which it runs" if config is None else ""
-        raise UncheckedError(f"{said(error)}{hint}") from error
+        raise UncheckedError(f"{error_text(error)}{hint}") from error
     return folder
 
 
@@ -218,7 +218,7 @@ def _beside(
         except UnmatchedPatchError:
             raise
         except Exception as error:
-            raise CodegenError(f"{what} can't be loaded: {said(error)}") from error
+            raise CodegenError(f"{what} can't be loaded: {error_text(error)}") from error
         for parameter in model.parameters():  # where weights lie in a file decides the last bits
             parameter.data = parameter.data.clone()
         return Side(model=model, name=what)
@@ -250,7 +250,7 @@ def _imported(generated: Generated, folder: Path) -> Iterator[ModuleType]:
             spec.loader.exec_module(module)
         except Exception as error:
             raise CodegenError(
-                f"{generated.config.where}: {generated.config.target_file} can't be imported: {said(error)}"
+                f"{generated.config.where}: {generated.config.target_file} can't be imported: {error_text(error)}"
             ) from error
         yield module
     finally:
@@ -268,7 +268,7 @@ def _patcher(config: PatchSpec, generated: Generated, problems: list[str]) -> Pa
 
 
 def _candidates(
-    config: PatchSpec, original: ModuleType, module: ModuleType, asked: str | type[PreTrainedModel] | None
+    config: PatchSpec, original: ModuleType, module: ModuleType, requested: str | type[PreTrainedModel] | None
 ) -> list[type[PreTrainedModel]]:
     """The models of the module that the file has as well, in the order in which they are tried."""
     found = {
@@ -277,8 +277,8 @@ def _candidates(
         if isinstance(value, type) and issubclass(value, PreTrainedModel) and value.__module__ == original.__name__
         if getattr(value, "config_class", None) is not None and isinstance(vars(module).get(name), type)
     }
-    if asked is not None:
-        name = asked if isinstance(asked, str) else asked.__name__
+    if requested is not None:
+        name = requested if isinstance(requested, str) else requested.__name__
         if name not in found:
             raise config.error(f"verify() found no model {name!r} in {original.__name__}, only {', '.join(found)}.")
         return [found[name]]

@@ -22,8 +22,8 @@ class Guilty(NamedTuple):
 
     Attributes:
         member: as it is written: `Patcher(fusions=['qkv'])`.
-        alone: whether it fails by itself; otherwise the patcher passes without it.
-        layer: the first module whose error is its own, not that of what goes into it; None where no outputs differ.
+        alone: whether it fails alone; otherwise the patcher passes without it.
+        layer: the first module whose outputs differ although its inputs don't; None where no outputs differ.
     """
 
     member: str
@@ -31,17 +31,17 @@ class Guilty(NamedTuple):
     layer: str | None = None
 
     def __str__(self) -> str:
-        why = "it fails alone" if self.alone else "without it all is right"
+        why = "it fails alone" if self.alone else "the others pass without it"
         return f"{self.member}: {why}" + (
             "" if self.layer is None else f", from {self.layer or 'the model itself'} on"
         )
 
 
 def guilty_of(run: Run, patcher: Patcher, stages: Sequence[Stage]) -> Guilty | None:
-    """The member because of which the first stage that failed has failed; None where it is no single one.
+    """The member that makes the first failing stage fail; None where it isn't a single one.
 
-    The models are loaded once for each look, a number that grows with the logarithm of that of the members; each is
-    run on the input on which the outputs were wrong, or through the stage that failed.
+    A bisection: the patched model is loaded about log2(members) times, and each is run on the input on which the
+    outputs were wrong, or through the stage that failed.
     """
     failed = next(stage for stage in stages if not stage.passed)
     layer = failed.layers.begins if failed.layers else None
@@ -50,7 +50,7 @@ def guilty_of(run: Run, patcher: Patcher, stages: Sequence[Stage]) -> Guilty | N
     if len(members) + (not members) * len(conversions) == 1:
         return Guilty(repr((members or conversions)[0]), alone=True, layer=layer)
     if failed.name == "load" and conversions:
-        return None  # which of them need each other only the whole tells
+        return None  # a part of them may not load for other reasons
 
     def fails(some: Sequence[Patcher]) -> bool:
         more = {"fingerprints": {}, "transformers": "", "strict": failed.name == "load"}

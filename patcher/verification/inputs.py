@@ -1,4 +1,4 @@
-"""Inputs for any model: what its `forward` takes by name, in the shapes that its config tells, tried one by one.
+"""Inputs for any model: what its `forward` takes by name, in the shapes of its config, tried one by one.
 
 A pass that stock refuses is dropped; of the others those are kept that reach layers which no earlier one reached. An
 image goes with as many image tokens as the model itself makes features of it. Where a processor lies beside the

@@ -1,4 +1,4 @@
-"""Where an error begins: how far what each module gives is from what it gives in stock."""
+"""Where an error begins: how far the output of each module is from stock's."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _Call = tuple[list[torch.Tensor], list[torch.Tensor]]  # what went in, what came
 
 
 class LayerErrors(NamedTuple):
-    """How far what each layer gives is from what it gives in stock, on one input.
+    """How far the output of each layer is from stock's, on one input.
 
     Attributes:
-        inputs: what went in.
-        allowed: the error that is allowed, as a part of the magnitude of what stock gives, or of 1 where that is less.
+        inputs: the name of the input.
+        allowed: the error that is allowed, relative to the magnitude of stock's output, or to 1 where that is less.
         errors: (path, error) of each layer, and of what is before, between and after them, in the order of the calls;
             of the layer where the error begins what is in it too.
-        begins: the module where it begins, None where all is as it should be.
+        begins: the module where it begins, None where nothing differs.
     """
 
     inputs: str
@@ -68,7 +68,7 @@ def layer_errors(
             most, due = grown, path
         if begins is None and before.within(allowed) and not after.within(allowed):
             begins = due
-        if not math.isinf(after.absolute) or after.scale:  # else it gives something else, which may be what is meant
+        if not math.isinf(after.absolute) or after.scale:  # else it returns another structure, which may be intended
             error = math.inf if math.isnan(after.share) else after.share
             worst[path] = max(error, worst.get(path, 0.0))
     begins = None if right else due if begins is None else begins

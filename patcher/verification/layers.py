@@ -51,14 +51,14 @@ def on_few_layers(pair: Pair, probes: Sequence[Pass], check: Callable[[OnStock],
 def few_layers(pair: Pair, probes: Sequence[Pass]) -> Iterator[bool]:
     """Within, both models have only some of the layers that are alike; whether that is so.
 
-    Of each kind the first two, the one in the middle and the last: what goes by the number of a layer is mostly a
-    bound on it, or whether it is even. It isn't so where stock can't run these passes then.
+    Of each kind the first two, the one in the middle and the last: what depends on the number of a layer is mostly
+    a bound on it, or whether it is even. All layers stay where stock can't run these passes with fewer.
     """
     stacks = dict(_stacks(pair))
     before = [(stack, list(stack._modules.items())) for stack in stacks]
     try:
         for stack, modules in before:
-            # Under their own names: what knows a module by its path finds it, and what asks for a number raises.
+            # Under their own names: code that finds modules by paths works, and code that needs all numbers raises.
             stack._modules = OrderedDict(modules[number] for number in sorted(stacks[stack]))
         fewer = bool(stacks) and len(list(tried(probes, pair.stock))) == len(probes)
         if not fewer:
@@ -74,7 +74,7 @@ def _restore(before: Sequence[tuple[nn.Module, list[tuple[str, Any]]]]) -> None:
 
 
 def _stacks(pair: Pair) -> Iterator[tuple[nn.Module, set[int]]]:
-    """The stacks of layers of both models, each with the numbers of those that stand for all."""
+    """The stacks of layers of both models, each with the numbers of those that represent all."""
     theirs = dict(pair.stock.named_modules())
     for path, ours in pair.ours.named_modules():
         stock = theirs.get(path)
@@ -105,7 +105,7 @@ def _representatives(described: Sequence[list[Any]]) -> set[int]:
 
 
 def _description(layer: nn.Module) -> list[Any]:
-    """All that a layer goes by, but for the values of its weights."""
+    """All that a layer computes with, but for the values of its weights."""
     own = TORCH_ATTRIBUTES - {"training"}
     found: list[Any] = []
     for path, module in layer.named_modules():
@@ -122,7 +122,7 @@ def _description(layer: nn.Module) -> list[Any]:
 
 
 def _alike(one: list[Any], other: list[Any], numbers: tuple[int, int]) -> bool:
-    """Whether two layers go by the same, or by their numbers, at each place. What can't be compared isn't the same."""
+    """Whether two descriptions are equal but for the numbers of the layers. What can't be compared isn't equal."""
     try:
         return len(one) == len(other) and all(
             mine is theirs

@@ -1,4 +1,4 @@
-"""The members of a patcher: what each key, each fusion and each conversion does by itself."""
+"""The members of a patcher: each key, each fusion and each conversion as a patcher of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from patcher.spec.validation import MAPPINGS
 
 
 def members_of(patcher: Patcher) -> list[Patcher]:
-    """Each key of a mapping and each fusion as it is written by itself.
+    """Each key of a mapping and each fusion as a patcher of its own.
 
     >>> members_of(Patcher(fusions=["qkv", "gate_up"]))
     [Patcher(fusions=['qkv']), Patcher(fusions=['gate_up'])]

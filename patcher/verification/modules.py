@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
 
 from patcher.compat.models import choose_experts_implementation, implementation
-from patcher.verification.comparing import Pair, Stage, UncheckedError, said
+from patcher.verification.comparing import Pair, Stage, UncheckedError, error_text
 from patcher.verification.layers import few_layers
 from patcher.verification.numerics import floating_tensors, is_floating
 from patcher.verification.passes import Pass, seeded
@@ -25,8 +25,8 @@ from patcher.verification.passes import Pass, seeded
 _DELICATE = {"mean", "var", "sum", "rsqrt", "pow", "exp", "softmax", "log_softmax", "sin", "cos", "cumsum"}
 
 #: How much less exact than stock's a module may be that does such an operation in half precision, and stock doesn't.
-#: Rounding an intermediate value besides the result makes errors about 1.4 times as large (the square root of 2); a
-#: module that keeps its upcasts is as exact as stock's.
+#: Rounding an intermediate value in addition to the result makes errors about 1.4 times as large (the square root of
+#: 2); a module that keeps its upcasts is as exact as stock's.
 PRECISION = 1.2
 #: And how much less exact any module may be: sums of tiles, each of which is rounded, are 1.3 times less exact.
 EXACTNESS = 2.5
@@ -75,11 +75,11 @@ def run_alone(module: nn.Module, call: Call, seed: int = 0) -> list[torch.Tensor
 def precision_stage(
     pair: Pair, load: Callable[[torch.dtype], Pair], paths: Sequence[str], passes: Sequence[Pass], dtype: torch.dtype
 ) -> Stage:
-    """Compare how exactly replaced modules compute in half precision, each by itself, with a float64 computation.
+    """Compare how exactly replaced modules compute in half precision, each run alone, with a float64 computation.
 
-    The outputs of a model in half precision don't tell: those of right and wrong patches overlap. Of a module the
-    error to that of stock does, as the Euclidean distance of all but the worst quarter of the rows: there a router may
-    choose another expert.
+    The outputs of a model in half precision don't show it: those of right and wrong patches overlap. The error of a
+    module relative to that of stock does, as the Euclidean distance of all but the worst quarter of the rows: there
+    a router may choose another expert.
     """
     if not paths:
         raise UncheckedError("nothing is replaced")
@@ -96,14 +96,14 @@ def precision_stage(
         except UncheckedError:  # stock doesn't load in it
             continue
         for path, call in calls.items():
-            for ratio, told in _ratios(loaded, pair.ours.get_submodule(path), path, call, half):
-                if told:
-                    text = f"by itself in {half}, {told}: {pair.blame(path)}"
+            for ratio, problem in _ratios(loaded, pair.ours.get_submodule(path), path, call, half):
+                if problem:
+                    text = f"run alone in {half}, {problem}: {pair.blame(path)}"
                     return Stage("precision", False, (("error / stock's", ratio),), EXACTNESS, text)
                 compared.add(path)
                 worst = max(worst, ratio)
     if not compared:
-        raise UncheckedError("no replaced module could be run by itself in half precision")
+        raise UncheckedError("no replaced module could be run alone in half precision")
     figures = (("error / stock's", worst), ("modules compared with float64", float(len(compared))))
     return Stage("precision", True, (*figures, ("of", float(len(paths)))), EXACTNESS)
 
@@ -155,7 +155,7 @@ def _ratios(pair: Pair, alone: nn.Module, path: str, call: Call, dtype: torch.dt
                 theirs, of_larger = run_alone(module, given), run_alone(module, larger)
             with _eager_experts(pair.stock):
                 correct = run_alone(exact, cast(given, torch.float64))
-        except Exception:  # it can't be run by itself, or not in half precision
+        except Exception:  # it can't be run alone, or not in half precision
             return
         errors = list(map(_error, theirs, correct))
         finite = all(bool(tensor.isfinite().all()) for tensor in [*theirs, *of_larger])
@@ -170,7 +170,7 @@ def _ratios(pair: Pair, alone: nn.Module, path: str, call: Call, dtype: torch.dt
         except Exception as error:
             with suppress(Exception):  # it may need what is around it
                 run_alone(alone, call)
-                yield math.inf, f"it raises {said(error)}"
+                yield math.inf, f"it raises {error_text(error)}"
             return
         worst = strict = 1.0
         for found, expected, right, off in zip(mine, theirs, correct, errors, strict=False):
@@ -183,10 +183,10 @@ def _ratios(pair: Pair, alone: nn.Module, path: str, call: Call, dtype: torch.dt
             worst = max(worst, _ratio(_error(found, right), max(off, _error(least, right))))
         lost = sorted((done.half - done_by_stock.half) & _DELICATE)
         if scale == 1 and lost and strict > PRECISION:
-            told = (
+            problem = (
                 f"it does {', '.join(lost)} in {dtype}, which stock doesn't: its error is {strict:.2g} times stock's"
             )
-            yield strict, told
+            yield strict, problem
             return
         large = "" if scale == 1 else f" on inputs {scale:g} times as large"
         yield worst, "" if worst <= EXACTNESS else f"its error is {worst:.2g} times that of stock{large}"

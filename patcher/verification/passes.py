@@ -49,7 +49,7 @@ class Pass:
         arguments: its keyword arguments.
         path: of the model inside.
         title: what to call it, where method and arguments don't say it.
-        counted: (batch, length), True where a token stands; None where all positions of the outputs count.
+        counted: (batch, length), True where there is a token; None where all positions of the outputs count.
         chunks: the lengths of the pieces in which the tokens come, with a cache of those before; () for one call.
         cache: what the model calls that.
         calls: in place of it, these one after another, on a model that may keep something of each for the next.

@@ -1,4 +1,4 @@
-"""How far a verification is: a bar where somebody looks at it, a line of the log elsewhere."""
+"""The progress of a verification: a bar in a terminal or a notebook, a line of the log elsewhere."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MOMENT = 2.0
 
 @contextmanager
 def progress(doing: str, shares: Mapping[str, float], shown: bool | None = None) -> Iterator[Callable[..., None]]:
-    """A bar on stderr while stages run that are told by name, with what is left; gone when they are done. With a stage
-    it can be told how much of the whole is done.
+    """A bar on stderr with the current stage and the time left, removed at the end. Yields a function that is called
+    with the name of each stage, and if known with how much of the whole is done.
 
     It is one of transformers' bars, so `transformers.logging.disable_progress_bar()` puts it off, and a notebook gets
     that of notebooks. Elsewhere each stage is a line of transformers' log: of its `info`, or of its warnings where
@@ -90,7 +90,7 @@ def quiet() -> Iterator[None]:
 def under_way(
     doing: str, seed: int, shares: Mapping[str, float], shown: bool | None = None
 ) -> Iterator[tuple[Path, Callable[..., None]]]:
-    """An empty folder, and what is told of each stage. Random states, default dtype and gradient mode are the usual
+    """An empty folder, and the function of `progress`. Random states, default dtype and gradient mode are the usual
     ones within, and afterwards what they were: what is verified, replacements included, may set what it likes.
     """
     dtype = torch.get_default_dtype()

@@ -17,7 +17,7 @@ from typing import Any
 from patcher.errors import InvalidPatcherError
 from patcher.spec.patcher import Patcher
 from patcher.verification.checks import TOLERANCES
-from patcher.verification.comparing import said
+from patcher.verification.comparing import error_text
 from patcher.verification.gains import Gain, decided, gain
 from patcher.verification.members import joined, members_of, only
 from patcher.verification.numerics import difference
@@ -37,7 +37,7 @@ _APART = 2.0
 
 
 def measured_members(patcher: Patcher) -> list[Patcher]:
-    """Each key and each fusion by itself; one that has conversions is one."""
+    """Each key and each fusion alone; a patcher with conversions is one member."""
     members = members_of(patcher)
     conversions = patcher.extra_weight_conversions or patcher.filtered_weight_conversion_patterns
     if len(members) < 2 or conversions or patcher.new_weights or patcher.dropped_weights:
@@ -46,7 +46,7 @@ def measured_members(patcher: Patcher) -> list[Patcher]:
 
 
 def candidates_of(patchers: Sequence[Patcher], members: Sequence[Patcher]) -> list[Patcher]:
-    """What is measured: what was given, and the subsets of its members; of many each by itself, and all."""
+    """What is measured: what was given, and the subsets of its members; of many each alone, and all."""
     sizes = range(1, len(members) + 1) if len(members) <= FEW else (1, len(members))
     subsets = (joined(some) for size in sizes for some in combinations(members, size))
     return unique([*patchers, *filter(None, subsets)])
@@ -112,7 +112,7 @@ class Rounds:
             options |= {"model_class": self.side.cls, "quick": True, "seed": self.seed, "progress": False}
             found = verify(self.side.folder, each, **options)
             if not found.passed:
-                self.left_out[each] = f"it is not the same as stock: {'; '.join(found.failures)}"
+                self.left_out[each] = f"it differs from stock: {'; '.join(found.failures)}"
 
     def prepare(self, inputs: Any, count: int) -> None:
         """What stock is run on, where so many patchers are measured."""
@@ -122,8 +122,8 @@ class Rounds:
         self.works = works_of(stock, self.side, inputs, self.parts, seconds, self.seed)
         if not self.works:
             raise InvalidPatcherError(
-                f"{self.side.class_name} runs on nothing that was tried; write benchmark(..., inputs={{...}}), the "
-                "arguments of its forward."
+                f"{self.side.class_name} runs on none of the inputs that were tried; write "
+                "benchmark(..., inputs={...}), the arguments of its forward."
             )
 
     def measure(self, candidates: Sequence[Patcher], share: float = 1.0) -> None:
@@ -155,7 +155,7 @@ class Rounds:
                 except Exception as error:  # stock could: the patcher can't
                     if not isinstance(key, Patcher):
                         raise
-                    self.failed.setdefault(key, {})[work.title] = said(error)
+                    self.failed.setdefault(key, {})[work.title] = error_text(error)
         return found
 
     def _load(self, keys: Sequence[Any], found: dict[Any, dict[str, float]]) -> None:
@@ -178,7 +178,7 @@ class Rounds:
             except Exception as error:
                 if not isinstance(key, Patcher):
                     raise
-                self.left_out[key] = said(error)
+                self.left_out[key] = error_text(error)
                 continue
             self.models[key], outputs[key] = one.model, one.outputs
             figures = {"load": one.seconds} | ({} if one.bytes is None else {"memory": one.bytes})

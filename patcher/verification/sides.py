@@ -35,7 +35,7 @@ class Side:
         cls: its class, or an Auto class.
         folder: a repo id or a folder.
         options: keyword arguments of `from_pretrained`.
-        patcher: what it is loaded with; without one nothing that is in force around it is applied.
+        patcher: what it is loaded with; without one it is loaded as stock, whatever is in force.
         model: in place of all that, a model in memory, which can't be loaded again.
         name: what failures call it.
     """

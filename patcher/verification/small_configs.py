@@ -30,8 +30,8 @@ def small_config(config_class: type[PretrainedConfig]) -> PretrainedConfig:
     >>> config.hidden_size, config.num_hidden_layers, config.num_key_value_heads
     (64, 2, 2)
 
-    Sizes of one architecture that depend on each other in a way that no name tells aren't known: of such a one the
-    caller has a config.
+    Sizes that depend on each other in a way that their names don't show aren't known: for such an architecture the
+    caller gives a config.
 
     Raises:
         Exception: what the config says of sizes that don't fit together.

@@ -65,7 +65,7 @@ def text_passes(model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Pass]
             ids, mask = sides["left"]
             positions = (mask.cumsum(-1) - 1).clamp(min=0)
             yield text("a batch padded on the left, with its positions", ids, mask, position_ids=positions)
-            # Beside a mask: without one, positions that aren't consecutive tell texts in one row apart.
+            # With a mask: without one, positions that aren't consecutive separate several texts in one row.
             steps = torch.arange(ids.shape[1]) * torch.tensor([[3], [1], [2]])
             yield text("a batch with other positions in each row", ids, torch.ones_like(ids), position_ids=steps)
         in_a_row += [text(f"padded on the {side}", ids[1:], mask[1:]) for side, (ids, mask) in sides.items()]

@@ -1,4 +1,4 @@
-"""Whether a patched model learns what stock does: gradients, training mode, and what is drawn in it."""
+"""Whether a patched model learns what stock does: gradients, training mode, and dropout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from patcher.compat.models import named_parameters
 from patcher.loading.saving import saved_state_dict
 from patcher.patterns import compress
-from patcher.verification.comparing import Pair, Stage, UncheckedError, said
+from patcher.verification.comparing import Pair, Stage, UncheckedError, error_text
 from patcher.verification.layers import on_few_layers
 from patcher.verification.modules import captured, run_alone
 from patcher.verification.numerics import Difference, difference, differences
@@ -46,14 +46,14 @@ def in_training(*models: Any) -> Iterator[None]:
 def gradient_stage(pair: Pair, passes: Sequence[Pass], tolerance: float, seed: int, name: str = "gradients") -> Stage:
     """Compare the gradients of all parameters, in the layout of the checkpoint, and the outputs that they are of."""
     if not passes or any(not parameter.is_floating_point() for parameter in pair.stock.parameters()):
-        raise UncheckedError("the weights are no floating-point numbers")
+        raise UncheckedError("the weights aren't floating-point numbers")
     if any(parameter.is_meta for parameter in pair.stock.parameters()):
         raise UncheckedError("weights that are offloaded get no gradients")
     with torch.enable_grad():
         try:
             references, expected = learned(pair.stock, passes, seed)
         except Exception as error:
-            raise UncheckedError(f"stock can't be trained: {said(error)}") from None
+            raise UncheckedError(f"stock can't be trained: {error_text(error)}") from None
         outputs, found = learned(pair.ours, passes, seed)
         if not all(
             differences(mine.expected, theirs.expected).within(tolerance)
@@ -118,8 +118,8 @@ def training_stage(
     """Compare outputs and gradients in training mode, first without anything that is drawn at random, which then has
     to be equal; then with each dropout that the config has, alone.
 
-    A patch may draw in another order than stock. So where the same seed doesn't give the same, it is looked at what
-    dropout does to the outputs of each replaced module: see `spread`.
+    A patch may draw in another order than stock. So where the same seed doesn't give the same, the distributions of
+    the outputs of each replaced module are compared: see `spread`.
 
     Args:
         load: both models again, with other values in the config.
@@ -141,15 +141,15 @@ def training_stage(
             dropouts |= {"": 0.0}
     for name in dropouts:
         alone = {other: value if other == name else 0.0 for other, value in dropouts.items() if other}
-        told = _drawn_alike(load(alone) if len(dropouts) > 1 else pair, passes, classes, tolerance)
-        if told:
+        problem = _drawn_alike(load(alone) if len(dropouts) > 1 else pair, passes, classes, tolerance)
+        if problem:
             what = f"with {name}={dropouts[name]:g} " if name else ""
-            return Stage("training", False, stage.figures, None, f"{what}{told}")
+            return Stage("training", False, stage.figures, None, f"{what}{problem}")
     return stage
 
 
 def _drawn_alike(pair: Pair, passes: Sequence[Pass], classes: Sequence[str], tolerance: float) -> str:
-    """What is wrong with what is drawn at random in training mode."""
+    """What is wrong with the random numbers of training mode, "" if nothing."""
     calls = captured(pair.stock, classes, passes)
     with in_training(pair.stock, pair.ours), torch.no_grad():
         compared = pair.compare([Reference(one, one.results(pair.stock)) for one in passes], tolerance)
@@ -160,29 +160,29 @@ def _drawn_alike(pair: Pair, passes: Sequence[Pass], classes: Sequence[str], tol
                 stock, ours = (model.get_submodule(path) for model in (pair.stock, pair.ours))
                 runs = [[run_alone(each, calls[path], seed)[0] for seed in range(DRAWS)] for each in (stock, ours)]
                 stock.eval()
-                told = spread(run_alone(stock, calls[path])[0], *runs)
+                problem = spread(run_alone(stock, calls[path])[0], *runs)
                 stock.train()
-            except Exception:  # it can't be run by itself
+            except Exception:  # it can't be run alone
                 pair.stock.train()
                 runs = [[passes[0].of(model, seed)[0] for seed in range(DRAWS)] for model in (pair.stock, pair.ours)]
-                told = spread(torch.stack(runs[0]).mean(0), *runs)
-            if told:
-                return f"{told}; {pair.blame(path)}"
+                problem = spread(torch.stack(runs[0]).mean(0), *runs)
+            if problem:
+                return f"{problem}; {pair.blame(path)}"
     return ""
 
 
 def spread(center: torch.Tensor, stock: Sequence[torch.Tensor], ours: Sequence[torch.Tensor]) -> str:
-    """What dropout does to an output, in words, if it isn't the same in both: how large the output is on average, how
-    far it is from what it is without, and how much of that is the same for all rows and for all places of a row.
+    """How dropout acts otherwise on an output than in stock, "" if it doesn't: the mean size of the output, the
+    variance around the output without dropout, and how much of that all rows, and all places of a row, share.
 
     >>> draws = lambda p, size: [torch.nn.functional.dropout(torch.ones(4, 8, 16), p) * size for _ in range(48)]
     >>> center, _ = torch.ones(4, 8, 16), torch.manual_seed(0)
     >>> spread(center, draws(0.1, 1), draws(0.1, 1))
     ''
     >>> spread(center, draws(0.1, 1), draws(0.1, 0.9))
-    'what is drawn in training makes the size of the output 0.9 times what it is in stock'
+    'in training mode the size of the output is 0.9 times stock's'
     >>> spread(center, draws(0.1, 1), draws(0, 1))
-    'what is drawn in training makes the variance of the output 0 times what it is in stock'
+    'in training mode the variance of the output is 0 times stock's'
     """
     features: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "size of the output": lambda x: (x * center).sum() / center.square().sum(),
@@ -198,5 +198,5 @@ def spread(center: torch.Tensor, stock: Sequence[torch.Tensor], ours: Sequence[t
         apart = (mine.mean() - theirs.mean()).abs()
         if not apart <= max(ERRORS * float(error), SHARE * float(theirs.mean().abs())):
             ratio = float(mine.mean() / theirs.mean())
-            return f"what is drawn in training makes the {what} {ratio:.2g} times what it is in stock"
+            return f"in training mode the {what} is {ratio:.2g} times stock's"
     return ""

@@ -73,18 +73,18 @@ class Verification(Shown):
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """What is wrong, one text for each stage that failed; where it begins is said once."""
+        """What is wrong, one text for each stage that failed; the module where it begins is named once."""
         return tuple(f"{name}: {message}" for name, message in self._messages.items())
 
     @property
     def _messages(self) -> dict[str, str]:
         found: dict[str, str] = {}
-        said: set[str] = set()
+        named: set[str] = set()
         for stage in self.stages:
             if not stage.passed:
                 what, _, where = stage.message.partition("it begins in ")
-                found[stage.name] = f"{what}it begins there too" if where and where in said else stage.message
-                said.add(where)
+                found[stage.name] = f"{what}it begins there too" if where and where in named else stage.message
+                named.add(where)
         return found
 
     def raise_on_failure(self) -> None:
@@ -95,17 +95,17 @@ class Verification(Shown):
         """
         if not self.passed:
             raise VerificationError(
-                f"{self.model} under {self.patcher} is not what it is without:\n  "
+                f"{self.model} under {self.patcher} differs from stock:\n  "
                 + "\n  ".join(self.failures)
-                + (f"\nIt is {self.guilty}." if self.guilty else "")
+                + (f"\nThe cause is {self.guilty}." if self.guilty else "")
             )
 
     def _headline(self) -> str:
         verdict = "the same as stock" if self.passed else "NOT the same as stock"
         counts = [(self.replaced, "replaced")] if self.replaced or not self.calling else []
         counts += [(self.calling, "with calls of replaced functions")] if self.calling else []
-        told = ", ".join(f"{numbered(count, 'module')} {what}" for count, what in counts)
-        return f"{self.model}: {told}, {verdict} ({self.dtype}, {self.checkpoint}, {self.seconds:.1f} s)"
+        modules = ", ".join(f"{numbered(count, 'module')} {what}" for count, what in counts)
+        return f"{self.model}: {modules}, {verdict} ({self.dtype}, {self.checkpoint}, {self.seconds:.1f} s)"
 
     def _verdict(self) -> Cell:
         return Cell("PASSED", "good") if self.passed else Cell("FAILED", "bad")
@@ -126,7 +126,7 @@ class Verification(Shown):
 
     def _parts(self) -> Iterator[Part]:
         yield Table("Stages", HEADS, list(self.rows()))
-        yield Notes("Guilty", [str(self.guilty)] if self.guilty else [], "bad")
+        yield Notes("Cause", [str(self.guilty)] if self.guilty else [], "bad")
         by_layer = sorted((stage for stage in self.stages if stage.layers), key=lambda stage: stage.passed)
         for layers in [stage.layers for stage in by_layer if stage.layers][:1]:  # of the first that failed, if one has
             yield _chart(layers)
@@ -175,7 +175,7 @@ def verify(
     >>> verification.raise_on_failure()  # and print(verification) shows what was measured
 
     Both run on the same inputs: rows of English by the model's own tokenizer (random ids where it has none), images
-    and sounds for what they reach, by its processor (in shapes that the config tells where it has none). The stages:
+    and sounds for what they reach, by its processor (in the shapes of the config where it has none). The stages:
 
     - `outputs`: lengths of 1 to 200 tokens and past a window of up to 512, batches of 1 to 17 rows, padding on both
       sides and in the middle, given positions, a cache token by token and in chunks, calls after one another; the
@@ -183,9 +183,9 @@ def verify(
     - `arguments`: every argument of `forward` that stock reacts to, `labels` and `logits_to_keep` for two.
     - `recorded`: under eager attention, with all that can be recorded: attentions, hidden states, ...
     - `windows`: windows of more than 16 tokens, made that short, so that texts and caches are past them.
-    - `precision`: each replaced module by itself in half precision, on inputs of the usual size and scaled up, beside
+    - `precision`: each replaced module alone in half precision, on inputs of the usual size and scaled up, beside
       a float64 computation: its error is at most 2.5 times that of stock, or 1.2 times where it does an operation
-      in half precision for which stock upcasts. The outputs of the model are too far apart to tell that.
+      in half precision for which stock upcasts. The outputs of the whole model vary too much to show that.
     - `generation`: greedy, of a padded batch.
     - `gradients`, in the original layout, with ten times the tolerance.
     - `training`: outputs and gradients in training mode, with every dropout of the config at zero. Then each dropout
@@ -199,7 +199,7 @@ def verify(
     middle and the last. Two texts, a prompt in chunks, generation, a pass in training with its gradients, what is
     saved and reloaded go through all of them; and what is wrong on a few is looked at on all, which decides.
 
-    Of a failure `guilty` is the member of the patcher (a key, a fusion, a conversion) that fails alone, or without
+    After a failure `guilty` is the member of the patcher (a key, a fusion, a conversion) that fails alone, or without
     which the others pass. Where `outputs` fails, the stages that compute the same in another way aren't checked.
 
     A model of fewer than 17 million parameters is computed by one thread, others by no more than there are

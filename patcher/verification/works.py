@@ -170,7 +170,7 @@ class _Memory:
         return None
 
     def peak(self, device: torch.device) -> float | None:
-        """None where the system doesn't tell."""
+        """None where the system doesn't report it."""
         if device.type == "cuda":
             return float(torch.cuda.max_memory_allocated() - self._on_gpu)
         most = self._of_process("VmHWM") if device.type == "cpu" else None

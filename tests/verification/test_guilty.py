@@ -102,7 +102,7 @@ def test_the_wrong_one_among_right_ones_is_named(llama: Path, name: str) -> None
 
     assert found.guilty is not None, found
     assert (found.guilty.member, found.guilty.alone, found.guilty.layer) == (repr(wrong), True, layer)
-    with pytest.raises(VerificationError, match="It is Patcher"):
+    with pytest.raises(VerificationError, match="The cause is Patcher"):
         found.raise_on_failure()
     assert found.guilty.member in str(found)
     assert found.to_dict()["guilty"]["member"] == repr(wrong)

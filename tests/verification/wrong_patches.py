@@ -98,7 +98,7 @@ class Wrong:
     config: PretrainedConfig
     patcher: Patcher
     stages: str
-    says: str = "is not what it is without"
+    says: str = "differs from stock"
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -124,7 +124,7 @@ def off(base: type[nn.Module], when: Condition, change: Callable[[Any], Any] = l
     return Off
 
 
-def of_llama(name: str, replacement: type[nn.Module], stages: str, says: str = "is not what it is without") -> Wrong:
+def of_llama(name: str, replacement: type[nn.Module], stages: str, says: str = "differs from stock") -> Wrong:
     return Wrong(LLAMA, Patcher({name: replacement}), stages, says)
 
 
