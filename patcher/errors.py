@@ -77,10 +77,11 @@ class NoSuchNameError(InvalidPatcherError, AttributeError):
     """A name that a module or a Patcher doesn't have, or that can't be set; `hasattr` is false for it.
 
     >>> import patcher
-    >>> patcher.Pacher
-    Traceback (most recent call last):
-        ...
-    patcher.errors.NoSuchNameError: module 'patcher' has no attribute 'Pacher'; write patcher.Patcher.
+    >>> try:
+    ...     patcher.Pacher
+    ... except AttributeError as error:  # to a traceback Python adds a hint of its own since 3.12
+    ...     print(error)
+    module 'patcher' has no attribute 'Pacher'; write patcher.Patcher.
     """
 
 
