@@ -129,7 +129,7 @@ def why_not_its_source(function: FunctionType) -> str:
 
 
 def _source_of(code: CodeType) -> tuple[str, ast.FunctionDef] | str:
-    lines, _ = inspect.getsourcelines(code)
+    lines, first = inspect.getsourcelines(code)
     source = dedented("".join(lines))
     body = ast.parse(source).body
     node = body[0] if len(body) == 1 else None
@@ -140,8 +140,13 @@ def _source_of(code: CodeType) -> tuple[str, ast.FunctionDef] | str:
     # In a class, where names are private and `super()` has a class.
     owner = code.co_qualname.rpartition(".")[0].rpartition(".")[2].strip("<>") or "owner"
     text = f"class {owner}:\n{indented(source)}" if owner.isidentifier() and owner != "locals" else source
+    # Under its own line numbers, which the code of a class inside of it holds since Python 3.13.
     compiled = compile(
-        text, code.co_filename, "exec", code.co_flags & __future__.annotations.compiler_flag, dont_inherit=True
+        "\n" * (first - 1 - (text is not source)) + text,
+        code.co_filename,
+        "exec",
+        code.co_flags & __future__.annotations.compiler_flag,
+        dont_inherit=True,
     )
     if not any(_alike(each, code) for each in _codes(compiled)):
         return (
