@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import tomllib
 from pathlib import Path
@@ -56,6 +57,16 @@ def test_the_main_branch_of_transformers_is_tried_every_week() -> None:
         line for line in (ROOT / ".ci" / "install").read_text().splitlines() if line.strip().startswith("main)")
     )
     assert "git+https://github.com/huggingface/transformers'" in branch
+
+
+def test_every_release_of_python_that_is_promised_is_run() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    promised = [each.rpartition(" ")[2] for each in project["classifiers"] if re.search(r"Python :: 3\.\d", each)]
+    read = yaml.safe_load((ROOT / ".github" / "workflows" / "pythons.yml").read_text(encoding="utf-8"))
+    (job,) = read["jobs"].values()
+    assert ["3.11", *job["strategy"]["matrix"]["python"]] == promised  # .ci/run is on the first
+    assert project["requires-python"] == ">=3.11"
+    assert workflow("pythons")[0] == ".ci/suite newest"
 
 
 def test_the_oldest_of_everything_is_what_the_package_promises() -> None:
