@@ -19,9 +19,8 @@ from patcher.codegen.spec import External, Patch, PatchKind
 from patcher.errors import CodegenError
 from patcher.source.definitions import ACCESSORS
 from patcher.source.edits import Edit, Place, Text, definitions, start_line
-from patcher.source.indentation import dedented
-from patcher.source.renaming import Use, is_of, renaming, uses
-from patcher.source.scopes import is_rebound, looks_misspelt, nearest
+from patcher.source.renaming import renaming
+from patcher.source.scopes import bound_by, looks_misspelt, nearest
 
 #: a patch, with the rest of its dotted target: empty for `modify_init` of the class
 Item = tuple[Sequence[str], Patch]
@@ -148,39 +147,37 @@ class _ClassEdit:
                 "needs a function of (original_init, self, ...), and "
                 f"{node.name!r} takes {len(params)} positional argument(s). Add original_init in front."
             )
-        called, own = params[:2]
-        if is_rebound(dedented(patch.source.text), called):
+        called = params[0]
+        if any(called in bound_by(statement) for statement in node.body):
             raise patch.error(
                 f"binds {called!r} anew, which stands for the original __init__. Give the other variable another name."
             )
         found = self.methods("__init__")
+        if not found:
+            raise patch.error(
+                f"wraps an __init__ that {self.path!r} inherits. Use override_method('{self.path}.__init__') with a "
+                "super().__init__() in it."
+            )
         found = [member for member in found if not getattr(member.node, "decorator_list", ())] or found
 
         def changed(text: Text, function: Any) -> Iterator[Edit]:
             first, second = function.args.args[:2]
             yield Edit(text.span(first)[0], text.span(second)[0], "")
-            if not found:
-                yield from _calling_super(text, function, patch, called, own, self.path)
-                return
             try:
                 yield from renaming(text, {called: f"{self.path}.{ORIGINAL}"}, function)
             except CodegenError as error:
                 raise patch.error(f"can't call the original __init__: {error}") from None
 
         context, names = self.context, dict(patch.name_map)
-        if found and any(_name(member) == ORIGINAL for member in self.members):
+        if any(_name(member) == ORIGINAL for member in self.members):
             raise patch.error(
                 f"would keep the original as {ORIGINAL!r}, and {self.path!r} has a method of that "
                 "name. Use override_method for its __init__."
             )
-        members: list[Place | None] = [*found] if found else [None]
-        for member in members:
-            indent = self.indent if member is None else context.indent(member.node)
+        for member in found:
+            indent = context.indent(member.node)
             origin = [f"{indent}# {line}" for line in context.provenance.comment(patch)]
             piece = context.read_source(patch.source, patch.replacement, names, indent, "__init__", changed)
-            if member is None:
-                self.added.append([*origin, *piece.lines])
-                continue
             start = context.text.start_of(min([member.node.lineno, *_decorator_lines(member.node)]))
             note = f"{indent}# The __init__ of the original, called by the patched one below.{context.newline}"
             context.edits.append(Edit(start, start, note))
@@ -262,23 +259,3 @@ def _accessor(member: Any) -> str:
         if code in {f"{member.name}.{kind}" for kind in ACCESSORS}:
             return code.rpartition(".")[2]
     return ""
-
-
-def _calling_super(text: Text, function: Any, patch: Patch, called: str, own: str, path: str) -> Iterator[Edit]:
-    """For a class without an `__init__`: `original_init(self, x)` becomes `super().__init__(x)`."""
-    calls = {call.func: call for call in ast.walk(function) if isinstance(call, ast.Call)}
-    for use in uses(text):
-        if not isinstance(use, Use) or use.node.id != called or not is_of(use, function):
-            continue
-        call = calls.get(use.node)
-        first = call.args[0] if call is not None and call.args else None
-        if call is None or not isinstance(first, ast.Name) or first.id != own:
-            raise patch.error(
-                "modifies a class that inherits its __init__, so "
-                f"{called} stands for super().__init__. Call it as {called}({own}, ...), and no other way."
-            )
-        others = [*call.args[1:], *call.keywords]
-        starts = [text.span(each)[0] for each in others]
-        end = min(starts) if starts else text.span(call)[1] - 1
-        parent = "super()" if len(use.tables) == 2 else f"super({path}, {own})"
-        yield Edit(text.span(use.node)[0], end, f"{parent}.__init__(")

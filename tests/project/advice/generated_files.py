@@ -273,9 +273,15 @@ case_of(
         lambda file: file.A().mark == 1,
     ),
 )
-for _case, _call in (("passed_on", "print(original_init)"), ("without_self", "original_init()")):
-    case_of(
-        f"modify_init_inherited_{_case}",
-        "{} stands for super().__init__. Call it as {}({}, ...), and no other way.",
-        ([(_call, "original_init(self)\n    self.mark = 1")], lambda file: file.A().mark == 1),
-    )
+case_of(
+    "modify_init_inherited",
+    "Use override_method('{}.__init__') with a super().__init__() in it.",
+    (
+        [
+            ('modify_init("A")', 'override_method("A.__init__")'),
+            ("(original_init, self)", "(self)"),
+            ("print(original_init)", "super().__init__()\n    self.mark = 1"),
+        ],
+        lambda file: file.A().mark == 1,
+    ),
+)
