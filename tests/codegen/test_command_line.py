@@ -68,17 +68,16 @@ OPTIONS = {
     "-o": ["-o", "out"],
     "-c": ["-c", "config"],
     **{option: [option] for option in ("--list", "--all", "--dry-run", "--diff", "--check", "--fix", "-v")},
-    **{option: [option] for option in ("--manifest", "--rebase")},
 }
 #: which pairs act together, in a command that also names a config where neither says of what
 TOGETHER = {
     frozenset(pair.split())
     for pair in (
-        "CONFIG -o;CONFIG -c;CONFIG --dry-run;CONFIG --diff;CONFIG --check;CONFIG -v;CONFIG --manifest;"
-        "-o -c;-o --all;-o --dry-run;-o --diff;-o --check;-o -v;-o --manifest;"
-        "-c --dry-run;-c --diff;-c -v;-c --manifest;"
-        "--all --dry-run;--all --diff;--all -v;--all --manifest;--dry-run --diff;--dry-run -v;--diff -v;"
-        "--diff --manifest;-v --manifest;--check --fix;--check --rebase"
+        "CONFIG -o;CONFIG -c;CONFIG --dry-run;CONFIG --diff;CONFIG --check;CONFIG -v;"
+        "-o -c;-o --all;-o --dry-run;-o --diff;-o --check;-o -v;"
+        "-c --dry-run;-c --diff;-c -v;"
+        "--all --dry-run;--all --diff;--all -v;--dry-run --diff;--dry-run -v;--diff -v;"
+        "--check --fix"
     ).split(";")
 }
 
@@ -103,7 +102,6 @@ def test_refusals_can_be_followed(project: Path) -> None:
         (["--list", "--all"], "--all"),
         (["--check", "--dry-run"], "--dry-run"),
         (["a/a_patch_gen_config.py", "--all"], "a/a_patch_gen_config.py"),
-        (["a/a_patch_gen_config.py", "--dry-run", "--manifest"], "--manifest"),
     ):
         code, output = run(*arguments)
         assert code == 2

@@ -92,7 +92,6 @@ NO_ADVICE = {
     "With --check: write the files that aren't what their configs say.": "help of an option",
     "Run ruff over the files.": "help of an option",
     "Take a tenth of the time: see wrong weights and layers, but not what only some inputs show.": "help of an option",
-    "With --check: write files beside, patches merged with changes of their originals.": "help of an option",
     "Write nothing; exit with 1 and a diff if a file isn't what its config says.": "help of an option",
     "leave as it is": "the state of a file",
     "replace class": "a word of a header",

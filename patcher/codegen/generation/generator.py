@@ -100,7 +100,7 @@ def build(config: PatchSpec) -> Generated:
     added, externals = plan_imports(config, bound, original, removable)
     provenance = Provenance.of(config, original)
     edits += absolute_imports(source, text, config.where)
-    context = Context(source.name, text, source.newline, _step(text), externals, bound, removable, provenance, edits)
+    context = Context(source.name, text, source.newline, externals, bound, removable, provenance, edits)
     _edit(config, context, imported, gone)
     insert(config, added, gone, no_imports, context)
 
@@ -121,15 +121,6 @@ def build(config: PatchSpec) -> Generated:
             f"{error.object[error.start]!r}. Leave the character out of the patches and descriptions."
         ) from error
     return Generated(config, source, code, tuple(context.done), provenance, orphans)
-
-
-def _step(text: Text) -> str:
-    """The indentation of the first block, four spaces where there is none."""
-    for node in text.tree.body:
-        block = getattr(node, "body", None)
-        if isinstance(block, list) and start_line(block[0]) > node.lineno:
-            return text.indent(start_line(block[0]))
-    return "    "
 
 
 def _edit(

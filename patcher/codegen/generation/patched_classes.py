@@ -70,7 +70,7 @@ class _ClassEdit:
         first, text = self.node.body[0], context.text
         #: whether the body is on the line of the head
         self.in_line = text.is_in_line(self.node)
-        self.indent = context.indent(self.node) + context.unit if self.in_line else text.indent(start_line(first))
+        self.indent = context.indent(self.node) + "    " if self.in_line else text.indent(start_line(first))
         self.added: list[list[str]] = []
         #: position among the members, name and patch of each patched method
         self.patched: list[tuple[int, str, Patch]] = []

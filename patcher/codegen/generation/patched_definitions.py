@@ -46,7 +46,6 @@ class Context:
         source: the name of the patched module, for messages.
         text: its text.
         newline: its newline.
-        unit: one step of its indentation.
         externals: how the file calls each imported replacement.
         bound: the names of the original that the file binds at its top level.
         removable: those that can be left out, each with the calls that do it.
@@ -59,7 +58,6 @@ class Context:
     source: str
     text: Text
     newline: str
-    unit: str
     externals: dict[External, str]
     bound: set[str]
     removable: dict[str, str]
@@ -107,7 +105,7 @@ class Context:
         if name:
             edits.append(Edit(*text.name_of(node), name))
         changed = applied(text.text, edits).removeprefix(_GUARD if source.indent else "")
-        return _split(moved(changed.removesuffix("\n"), source.indent, indent, self.unit), indent)
+        return _split(moved(changed.removesuffix("\n"), source.indent, indent), indent)
 
     def replace(self, place: Place, lines: Sequence[str]) -> None:
         """Write lines in the place of a statement."""
