@@ -231,7 +231,7 @@ def _generate(
         typer.echo(unified_diff(generated, final_text(generated, formatted=formatted)), nl=False)
     else:
         text = final_text(generated, formatted=formatted)
-        old = path.read_text(generated.source.encoding, "replace") if path.is_file() else ""
+        old = path.read_text("utf-8", "replace") if path.is_file() else ""
         changes = diff_of(old, text, "on the disk", "generated", context=1)
         state = "create" if not path.is_file() else "change" if changes else "leave as it is"
         typer.echo(f"would {state} {path} ({len(text.splitlines())} lines)")

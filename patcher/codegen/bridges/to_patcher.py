@@ -101,7 +101,7 @@ def execute(generated: Generated) -> ModuleType:
     with _lock:
         if name in sys.modules:
             return sys.modules[name]
-        text = generated.text.removeprefix("\ufeff")
+        text = generated.text
         path = str(source.path.parent / f"<{generated.config.target_file} {name[-10:]}>")
         module = module_of_text(name, text, path)  # decorators of transformers ask for the source of their module
         try:
@@ -155,7 +155,7 @@ def _bindings(generated: Generated) -> tuple[dict[str, list[str]], dict[str, lis
     """What binds each name of the top level, as texts without comments and formatting; and the statements that do."""
     texts: dict[str, list[str]] = {}
     statements: dict[str, list[ast.stmt]] = {}
-    for node in top_level(ast.parse(generated.text.removeprefix("\ufeff")).body):
+    for node in top_level(ast.parse(generated.text).body):
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
                 name = alias.asname or alias.name.split(".")[0]

@@ -153,7 +153,7 @@ def _drift(files: Mapping[Path, bytes]) -> Iterator[str]:
         new = data.decode("utf-8", "replace")
         on_disk = f"{file.name} (on the disk{'' if present is not None else ': missing'})"
         if old.splitlines() == new.splitlines():
-            yield f"{file.name}: differs in newlines or encoding only\n"
+            yield f"{file.name}: differs in newlines only\n"
         else:
             yield diff_of(old, new, on_disk, f"{file.name} (as the config says)")
 

@@ -76,10 +76,7 @@ class ModelingCodeGenerator:
         """The text of the file, which is written to a path if one is given."""
         generated = build(self.config)
         if output_path is not None:
-            replace_all(
-                {output_path: generated.text.removeprefix("\ufeff").encode(generated.source.encoding)},
-                self.config.where,
-            )
+            replace_all({output_path: generated.text.encode()}, self.config.where)
         return generated.text
 
 
@@ -96,7 +93,7 @@ def files_of(generated: Generated, path: Path, *, formatted: bool, diff: bool = 
     The diff if it is asked for, and if there is one: beside another file it would be wrong.
     """
     text = final_text(generated, formatted=formatted)
-    files = {path: text.encode(generated.source.encoding)}
+    files = {path: text.encode()}
     if diff or diff_path(path).is_file():
         files[diff_path(path)] = unified_diff(generated, text).encode("utf-8")
     return files
@@ -121,9 +118,9 @@ def diff_path(path: Path) -> Path:
 
 
 def final_text(generated: Generated, *, formatted: bool) -> str:
-    """The text as it is written; a byte order mark is left to the encoding."""
-    text = generated.text.removeprefix("\ufeff")
-    return run_ruff(text, generated.config.target_file, generated.config.where) if formatted else text
+    """The text as it is written."""
+    text, config = generated.text, generated.config
+    return run_ruff(text, config.target_file, config.where) if formatted else text
 
 
 def unified_diff(generated: Generated, text: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from patcher.codegen.generation.class_decorators import warn_of_decorators, without_decorators
-from patcher.codegen.generation.header import render_header, with_header, without_banner
+from patcher.codegen.generation.header import render_header, without_banner
 from patcher.codegen.generation.missing_names import check_names
 from patcher.codegen.generation.patched_classes import edit_class
 from patcher.codegen.generation.patched_definitions import Context, is_overload, replace_definition
@@ -24,7 +24,7 @@ from patcher.codegen.generation.surroundings import (
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec, check_conflicts, check_target
 from patcher.errors import CodegenError, PatcherWarning
 from patcher.source.collecting import without_collections
-from patcher.source.edits import Edit, Place, Text, applied, definitions, places, removals, start_line, without
+from patcher.source.edits import Edit, Place, Text, applied, definitions, places, removals, without
 from patcher.source.modules import SourceModule, load
 from patcher.source.reading import parsed
 from patcher.source.scopes import ImportedName, bound_names, imported_names, nearest, top_level
@@ -112,14 +112,7 @@ def build(config: PatchSpec) -> Generated:
     warn_of_decorators(config, source, original, code)
     code, methods = with_stock_conversions(config, source, original, code)
     header = render_header(config, source, context.done, provenance.header(), orphans, methods)
-    code = with_header(without_banner(code), header, source)
-    try:
-        code.encode(source.encoding)
-    except UnicodeEncodeError as error:
-        raise config.error(
-            f"{source.name} is written in {source.encoding}, which has no "
-            f"{error.object[error.start]!r}. Leave the character out of the patches and descriptions."
-        ) from error
+    code = source.newline.join([*header, without_banner(code)])
     return Generated(config, source, code, tuple(context.done), provenance, orphans)
 
 

@@ -213,11 +213,6 @@ case_of(
     ),
 )
 case_of(
-    "encoding",
-    "Leave the character out of the patches and descriptions.",
-    ([("→", "x")], lambda file: file.f() == "x"),
-)
-case_of(
     "patch_does_not_compile",
     "{} would not compile: {}. The line is {}: look at the patch that it comes from.",
     ([(r"nonlocal x\n    x = 1", "return 1")], lambda file: file.A().f() == 1),
