@@ -71,8 +71,7 @@ def unpatched(x):
 PATCHED = {
     "norm_init": "Norm.__init__",
     "norm_forward": "Norm.forward",
-    "norm_eps_setter": "Norm.eps.setter",
-    "inner_f": "Model.Inner.f",
+    "norm_eps": "Norm.eps",
     "rotate": "rotate",
     "rotate_else": "rotate",
 }
@@ -95,8 +94,7 @@ def patched(module: str) -> PatchConfig:
     config = PatchConfig(module, "out.py")
     config.modify_init("Norm", "def init(original_init, self, size):\n    original_init(self, size)")
     config.override_method("Norm.forward", "def forward(self, x):\n    return x")
-    config.override_method("Norm.eps.setter", "@eps.setter\ndef eps(self, value):\n    pass")
-    config.override_method("Model.Inner.f", "def f(self):\n    return 2")
+    config.override_method("Norm.eps", "@property\ndef eps(self):\n    return 2")
     config.override_method("Model.extra", "def extra(self):\n    return 2", new=True)
     config.replace_function("rotate", "def rotate(x):\n    return 2")
     return config

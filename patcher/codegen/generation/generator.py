@@ -128,7 +128,6 @@ def _edit(
         if name not in by_name:
             raise _unknown(patch, name, found, context.source, imported.get(name))
         by_name[name].append(patch)
-    stubs: list[Place] = []
     for place in found:
         name, patches = _name(place), by_name[_name(place)]
         if name in config.renamed and isinstance(place.node, ast.ClassDef):
@@ -149,15 +148,11 @@ def _edit(
                 f"{imported[name].line}. {fix}"
             )
         whole = [p for p in patches if p.target == name and p.kind is not PatchKind.MODIFY_INIT]
-        if whole and is_overload(place.node):
-            stubs.append(place)  # it tells a signature of the original, and goes with it
-        elif whole:
-            context.remove_overloads(stubs, place)
+        if whole and not is_overload(place.node):
             replace_definition(whole[0], place, context)
-            stubs = []
         elif isinstance(place.node, ast.ClassDef):
-            edit_class(place, [(patch.target.split(".")[1:], patch) for patch in patches], context, name)
-        else:
+            edit_class(place, patches, context)
+        elif not whole:
             raise patches[0].error(
                 f"does not fit: {name!r} is a function in {context.source}, and has no methods. "
                 f"Use replace_function({name!r})."

@@ -132,16 +132,6 @@ class Context:
         end = self.text.end_of(self.text.last_line(place.node))
         self.edits.append(Edit(end, end, "".join(f"{self.newline}{line}" for line in lines)))
 
-    def remove_overloads(self, stubs: Sequence[Place], place: Place) -> None:
-        """Remove what tells the signatures of a function that is replaced, with the lines between them."""
-        text = self.text
-        for index, stub in enumerate(stubs):
-            first = start_line(stub.node) if index == 0 else next(iter(stub.comments(text)), start_line(stub.node))
-            self.edits.append(Edit(text.start_of(first), text.start_of(text.last_line(stub.node) + 1), ""))
-        if stubs and (blank := place.blank(text)):
-            first = place.comments(text).start
-            self.edits.append(Edit(text.start_of(first), text.start_of(first + blank), ""))
-
 
 _GUARD = "if True:\n"
 
@@ -177,7 +167,7 @@ def _split(code: str, indent: str) -> Piece:
     return Piece(above, decorators, lines[done:])
 
 
-def replace_definition(patch: Patch, place: Place, context: Context, *, nested: bool = False) -> None:
+def replace_definition(patch: Patch, place: Place, context: Context) -> None:
     """Write a patch in the place of a class or a function."""
     node: Any = place.node
     is_class = isinstance(node, ast.ClassDef)
@@ -198,7 +188,7 @@ def replace_definition(patch: Patch, place: Place, context: Context, *, nested: 
         context.replace(place, [indent + (new or f"{name} = {context.externals[patch.replacement]}")])
         return
     assert patch.source is not None
-    kept = "" if nested else _kept_name(patch, name, is_class, context)
+    kept = _kept_name(patch, name, is_class, context)
     own = patch.source.name
     names = {old: kept for old, new in (*patch.name_map, (name, name)) if kept and new == name}
     if own == name and kept:  # the new class is meant everywhere but in its own bases, which are read before it exists

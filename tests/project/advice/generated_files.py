@@ -213,6 +213,25 @@ case_of(
     ),
 )
 case_of(
+    "nested_class",
+    "names a part of a method or of a nested class. Use replace_class({}) for all that is around.",
+    (
+        [('"A.Inner", "class B: pass"', '"A", "class A:\\n    class Inner: mark = 1"')],
+        lambda file: file.A.Inner.mark == 1,
+    ),
+)
+case_of(
+    "nested_class_by_external",
+    "names a nested class. Use replace_class({}) for all that is around.",
+    (
+        [
+            ('config.patches.append(create_patch_from_external("A.Inner", "math", "pi"))', "REPLACED"),
+            ("REPLACED", 'config.replace_class("A", "class A:\\n    from math import pi as Inner")'),
+        ],
+        lambda file: file.A.Inner > 3,
+    ),
+)
+case_of(
     "patch_does_not_compile",
     "{} would not compile: {}. The line is {}: look at the patch that it comes from.",
     ([(r"nonlocal x\n    x = 1", "return 1")], lambda file: file.A().f() == 1),
