@@ -235,7 +235,7 @@ def _write(source: Path, target: Path, generated: Generated, auto_map: dict[str,
     own = {reference.rpartition(".")[2]: name for name, reference in reversed(auto_map.items())}
     registered = "".join(f'{cls}.register_for_auto_class("{name}")\n' for cls, name in own.items())
     text = generated.text.rstrip("\r\n") + "\n\n# A model that is saved brings this file with it.\n" + registered
-    (target / generated.config.target_file).write_text(text, generated.source.encoding)
+    (target / generated.config.target_file).write_text(text, "utf-8")
 
 
 def _changes(generated: Generated) -> tuple[str, ...]:

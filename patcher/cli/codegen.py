@@ -54,22 +54,12 @@ def codegen(
     every: Annotated[bool, typer.Option("--all", help="Generate from every config of the project.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change; write nothing.")] = False,
     diff: Annotated[bool, typer.Option("--diff", help="Also write a unified diff against the original.")] = False,
-    with_manifest: Annotated[
-        bool, typer.Option("--manifest", help="Also write a JSON file of the sources and patches.")
-    ] = False,
     check_only: Annotated[
         bool,
         typer.Option("--check", help="Write nothing; exit with 1 and a diff if a file isn't what its config says."),
     ] = False,
     fix: Annotated[
         bool, typer.Option("--fix", help="With --check: write the files that aren't what their configs say.")
-    ] = False,
-    rebase: Annotated[
-        bool,
-        typer.Option(
-            "--rebase",
-            help="With --check: write files beside, patches merged with changes of their originals.",
-        ),
     ] = False,
     formatted: Annotated[bool, typer.Option("--format", help="Run ruff over the files.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="List the patches.")] = False,
@@ -88,10 +78,8 @@ def codegen(
         "--all": every,
         "--dry-run": dry_run,
         "--diff": diff,
-        "--manifest": with_manifest,
         "--check": check_only,
         "--fix": fix,
-        "--rebase": rebase,
         "--format": formatted,
         "-v": verbose,
     }
@@ -105,7 +93,7 @@ def codegen(
             from patcher.codegen.files.checker import check
 
             configs = [module] if module else None
-            results = check(configs, fix=fix, rebase=rebase, output_dir=output_dir, formatted=formatted)
+            results = check(configs, fix=fix, output_dir=output_dir, formatted=formatted)
             bad = sum(not result.ok for result in results)
             typer.echo("\n".join([*map(str, results), f"{len(results)} checked, {bad} to mend"]))
             if bad:
@@ -115,7 +103,6 @@ def codegen(
                 _generate,
                 output_dir=output_dir,
                 diff=diff,
-                with_manifest=with_manifest,
                 dry_run=dry_run,
                 formatted=formatted,
                 verbose=verbose,
@@ -133,22 +120,21 @@ def codegen(
 #: What can't act together, and what to do instead.
 _APART = {
     "--list": (
-        {"CONFIG", "-o", "-c", "--all", "--dry-run", "--diff", "--manifest", "--check", "--format", "-v"},
+        {"CONFIG", "-o", "-c", "--all", "--dry-run", "--diff", "--check", "--format", "-v"},
         "--list only names the configs of the project. Leave {} out.",
     ),
     "--check": (
-        {"-c", "--all", "--dry-run", "--diff", "--manifest", "-v"},
+        {"-c", "--all", "--dry-run", "--diff", "-v"},
         "--check compares what there is, of CONFIG or of all configs, and writes nothing. Leave {} out.",
     ),
     "--all": ({"CONFIG", "-c"}, "--all takes every config of the project. Leave {} out, or --all."),
-    "--dry-run": ({"--manifest"}, "--dry-run writes nothing. Leave {} out."),
 }
 
 
 def _refuse(given: Collection[str]) -> None:
     """Raise for options that can't act together."""
-    for name in (name for name in ("--fix", "--rebase") if name in given and "--check" not in given):
-        raise typer.BadParameter(f"{name} belongs to --check.")
+    if "--fix" in given and "--check" not in given:
+        raise typer.BadParameter("--fix belongs to --check.")
     if not {"CONFIG", "--list", "--all", "--check"} & set(given):
         raise typer.BadParameter("Name a config, or use --list, --all or --check.")
     for name in (name for name in _APART if name in given):
@@ -205,15 +191,12 @@ def _generate(
     config: PatchSpec,
     output_dir: Path | None,
     diff: bool,
-    with_manifest: bool,
     dry_run: bool,
     formatted: bool,
     verbose: bool,
 ) -> None:
     """Write the file of a config, or say what would be written."""
-    from patcher.codegen.files.checker import check_calls
-    from patcher.codegen.files.manifest import manifest_path
-    from patcher.codegen.files.rebase import changed_originals
+    from patcher.codegen.files.checker import changed_originals
     from patcher.codegen.files.writer import (
         diff_path,
         final_text,
@@ -240,20 +223,17 @@ def _generate(
             typer.echo(f"  add helper {helper.source.name}")
     if not dry_run:
         taken_over = changed_originals(config, path)
-        write_generated(generated, folder, diff=diff, with_manifest=with_manifest, formatted=formatted)
-        beside = [each.name for each in (diff_path(path), manifest_path(path)) if each.is_file()]
-        typer.echo(" and ".join([f"wrote {path}", *beside]))
+        write_generated(generated, folder, diff=diff, formatted=formatted)
+        typer.echo(f"wrote {path}" + (f" and {diff_path(path).name}" if diff_path(path).is_file() else ""))
         for change in taken_over:
             typer.echo(f"taken over: what {change.asked} at {change.where} patches has changed", err=True)
     elif diff:
         typer.echo(unified_diff(generated, final_text(generated, formatted=formatted)), nl=False)
     else:
         text = final_text(generated, formatted=formatted)
-        old = path.read_text(generated.source.encoding, "replace") if path.is_file() else ""
+        old = path.read_text("utf-8", "replace") if path.is_file() else ""
         changes = diff_of(old, text, "on the disk", "generated", context=1)
         state = "create" if not path.is_file() else "change" if changes else "leave as it is"
         typer.echo(f"would {state} {path} ({len(text.splitlines())} lines)")
         if path.is_file():
             typer.echo(changes, nl=False)
-    for mismatch in check_calls(generated):
-        typer.echo(f"warning: {path}, {mismatch}", err=True)

@@ -23,15 +23,13 @@ from patcher.errors import no_such_name, public_name
 
 if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig
-    from patcher.codegen.files.checker import CallMismatch, CheckResult, check
-    from patcher.codegen.files.rebase import OriginalChange
+    from patcher.codegen.files.checker import CheckResult, OriginalChange, check
     from patcher.codegen.files.writer import ModelingCodeGenerator, write
     from patcher.codegen.generation.generator import generate
     from patcher.codegen.spec import Patch, PatchKind, PatchType, create_patch_from_external
     from patcher.verification.generated_files import FileVerification, verify
 
 __all__ = [
-    "CallMismatch",
     "CheckResult",
     "FileVerification",
     "ModelingCodeGenerator",
@@ -48,10 +46,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CallMismatch": "files.checker",
     "CheckResult": "files.checker",
     "FileVerification": "patcher.verification.generated_files",
-    "OriginalChange": "files.rebase",
+    "OriginalChange": "files.checker",
     "ModelingCodeGenerator": "files.writer",
     "Patch": "spec",
     "PatchConfig": "config",

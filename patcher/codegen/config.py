@@ -122,8 +122,7 @@ class PatchConfig(PatchSpec):
     ) -> Any:
         """Put a function in the place of the method `target`, `"Class.method"`; the rest of the class stays.
 
-        A class without such a method gets it. The accessors of a property are `"Class.name"` and
-        `"Class.name.setter"`.
+        A class without such a method gets it.
 
         Args:
             target: the method.
@@ -280,9 +279,8 @@ class PatchConfig(PatchSpec):
         ['LlamaMLP']
 
         The text of the file is executed, not written. Of its classes the Patcher replaces those whose code differs,
-        by what was patched or by a patched name that they use; where that is only a function, its `function_mapping`
-        replaces the function. No model has all classes of a modeling file, so a load
-        must meet one of them only. A process that unpickles the Patcher, or one of its classes, has to call
+        by what was patched or by a patched name that they use. No model has all classes of a modeling file, so a
+        load must meet one of them only. A process that unpickles the Patcher, or one of its classes, has to call
         `to_patcher()` of the same config first.
 
         Raises:

@@ -10,7 +10,6 @@ from typing import Any
 
 from patcher.codegen.additions import Blocks, Helpers, Import, Names
 from patcher.errors import CodegenError
-from patcher.source.definitions import ACCESSORS
 from patcher.source.reading import Location, Source, caller, caller_module
 
 
@@ -60,7 +59,7 @@ class Patch:
 
     Attributes:
         kind: what is done.
-        target: `"Class"`, `"function"` or `"Class.method"`, dotted further for nested classes.
+        target: `"Class"`, `"function"` or `"Class.method"`.
         replacement: the class or function, its text, or an `External`.
         source: the text of the replacement, None for an `External`.
         description: why, in the words of the author.
@@ -264,6 +263,10 @@ def check_target(patch: Patch) -> None:
         )
     if patch.wanted is PatchKind.REPLACE_FUNCTION and len(parts) > 1:
         raise patch.error("names no function of the module. For a method, use override_method.")
+    if len(parts) > 2 or (len(parts) > 1 and patch.wanted in (PatchKind.REPLACE_CLASS, PatchKind.MODIFY_INIT)):
+        raise patch.error(
+            f"names a part of a method or of a nested class. Use replace_class({parts[0]!r}) for all that is around."
+        )
 
 
 def check_conflicts(patch: Patch, others: Iterable[Patch]) -> None:
@@ -274,8 +277,7 @@ def check_conflicts(patch: Patch, others: Iterable[Patch]) -> None:
         if mine == theirs:
             raise patch.error(f"is given twice: {other.asked} at {other.where} already changes it. Remove one.")
         inner, outer = (mine, theirs) if mine.startswith(theirs + ".") else (theirs, mine)
-        is_accessor = inner.removeprefix(outer + ".") in ACCESSORS
-        if inner.startswith(outer + ".") and not is_accessor:
+        if inner.startswith(outer + "."):
             raise patch.error(
                 f"and {other.asked} at {other.where} change one definition: "
                 f"{outer!r} is replaced as a whole, {inner!r} would be lost. Write it into the replacement."

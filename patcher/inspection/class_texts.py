@@ -170,7 +170,7 @@ def _body_of(cls: type, *roots: str) -> _Body:
         source = read_source(cls, cls.__qualname__, Location("", 0))
     except CodegenError:
         return _made_up(cls)
-    text = Text(moved(source.text, source.indent, "", "    "))
+    text = Text(moved(source.text, source.indent, ""))
     node = text.tree.body[0]
     assert isinstance(node, ast.ClassDef)
     lines, first = text.text.split("\n"), start_line(node)

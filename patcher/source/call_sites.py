@@ -1,53 +1,32 @@
 """Which calls a file has, of what, and whether their arguments fit a signature. Nothing is run.
 
-It follows what modeling code does: `self.mlp = LlamaMLP(config)`, lists of layers and loops over them, `super()`,
-calls through the class. A call that it can't follow is not found.
+It follows what modeling code does: `self.mlp = LlamaMLP(config)`, lists of layers and loops over them. A call that it
+can't follow is not found.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from patcher.source.scopes import top_level
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-#: a class, and whether it is one of a list
-Held = tuple[str, bool]
 
 
 class CallSites:
-    """What one file defines, and which classes its attributes and variables hold."""
+    """The classes of one file, and what builds them."""
 
     def __init__(self, tree: ast.Module) -> None:
-        body = list(top_level(tree.body))
-        self.classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
-        self.functions: dict[str, Function] = {node.name: node for node in body if isinstance(node, _FUNCTIONS)}
-        self._children = {name: self._find_children(node) for name, node in self.classes.items()}
-
-    def function(self, target: str) -> Function | None:
-        """A function by its name, a method by `Class.name`."""
-        owner, _, name = target.rpartition(".")
-        return (self.methods(owner) if owner else self.functions).get(name)
+        self.classes = {node.name: node for node in top_level(tree.body) if isinstance(node, ast.ClassDef)}
 
     def methods(self, owner: str) -> dict[str, Function]:
         """The methods in the body of a class."""
         node = self.classes.get(owner)
         return {part.name: part for part in top_level(node.body) if isinstance(part, _FUNCTIONS)} if node else {}
-
-    def lineage(self, name: str) -> list[str]:
-        """A class and its bases in this file, nearest first."""
-        found: list[str] = []
-        stack = [name]
-        while stack:
-            current = stack.pop(0)
-            if current in self.classes and current not in found:
-                found.append(current)
-                stack += [base.id for base in self.classes[current].bases if isinstance(base, ast.Name)]
-        return found
 
     def constructions(self, owner: str) -> Iterator[tuple[ast.Call, str, str]]:
         """Each call in a class that makes an object of a class of the file, that class, and the method it is in."""
@@ -55,70 +34,6 @@ class CallSites:
             for call in ast.walk(method):
                 if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in self.classes:
                     yield call, call.func.id, name
-
-    def calls(self) -> Iterator[tuple[ast.Call, str, bool]]:
-        """Each call that can be followed, its target, and whether `self` is passed by itself."""
-        for function in self.functions.values():
-            yield from self._calls_by_name(function, "")
-        for owner in self.classes:
-            lineage = self.lineage(owner)
-            children = [(name, cls) for base in lineage for name, held in self._children[base].items() for cls in held]
-            for method in self.methods(owner).values():
-                yield from self._calls_by_name(method, owner)
-                for name, (cls, listed) in dict.fromkeys(children):
-                    for call in calls_of_child(method, name, listed):
-                        for target, bound in self._method(self.lineage(cls), "forward"):
-                            yield call, target, bound
-
-    def _calls_by_name(self, function: Function, owner: str) -> Iterator[tuple[ast.Call, str, bool]]:
-        local = {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}
-        local |= {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        for call in ast.walk(function):
-            if isinstance(call, ast.Call):
-                for target, bound in self._targets(call.func, owner, local):
-                    yield call, target, bound
-
-    def _targets(self, func: ast.expr, owner: str, local: set[str]) -> Iterator[tuple[str, bool]]:
-        match func:
-            case ast.Name(id=name) if name in self.functions and name not in local:
-                yield name, False
-            case ast.Name(id=name) if name in self.classes and name not in local:
-                yield from self._method(self.lineage(name), "__init__")
-            case ast.Attribute(value=ast.Name(id=name), attr=method) if name in self.classes:
-                yield from ((target, False) for target, _ in self._method(self.lineage(name), method))
-            case ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr=method):
-                yield from self._method(self.lineage(owner)[1:], method)
-            case ast.Attribute(value=ast.Name(id="self"), attr=method):
-                yield from self._method(self.lineage(owner), method)
-
-    def _method(self, lineage: Sequence[str], name: str) -> Iterator[tuple[str, bool]]:
-        for owner in lineage:
-            function = self.methods(owner).get(name)
-            if function is not None:
-                static = any(ast.unparse(decorator) == "staticmethod" for decorator in function.decorator_list)
-                yield f"{owner}.{name}", not static
-                return
-
-    def _find_children(self, node: ast.ClassDef) -> dict[str, set[Held]]:
-        """`self.x = Class(...)`: what each attribute may hold."""
-        found: dict[str, set[Held]] = {}
-        for part in ast.walk(node):
-            for target in part.targets if isinstance(part, ast.Assign) else ():
-                match target:
-                    case ast.Attribute(value=ast.Name(id="self"), attr=name):
-                        found.setdefault(name, set()).update(self._made(part.value))  # type: ignore[attr-defined]
-        return found
-
-    def _made(self, value: ast.expr) -> set[Held]:
-        match value:
-            case ast.IfExp():
-                return self._made(value.body) | self._made(value.orelse)
-            case ast.Call(func=ast.Name(id=name)) if name in self.classes:
-                return {(name, False)}
-            case ast.Call(func=ast.Attribute(attr="ModuleList" | "Sequential"), args=[items, *_]):
-                parts = items.elts if isinstance(items, (ast.List, ast.Tuple)) else [getattr(items, "elt", items)]
-                return {(name, True) for part in parts for name, listed in self._made(part) if not listed}
-        return set()
 
 
 def calls_of_child(function: Function, name: str, listed: bool) -> list[ast.Call]:

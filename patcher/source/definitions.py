@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Sequence
 
 from patcher.source.reading import Definition, first_line
 from patcher.source.scopes import bound_by, top_level
 
-#: of a property, the last part of "Class.name.setter"
-ACCESSORS = ("setter", "deleter", "getter")
 _BINDING = (Definition, ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom)
 
 
@@ -20,15 +17,12 @@ def find(tree: ast.Module, name: str) -> list[ast.stmt]:
     >>> [node.lineno for node in find(ast.parse("class A:\\n    if x:\\n        def f(self): ..."), "A.f")]
     [3]
     """
-    *path, last = name.split(".")
-    if not path:
+    owner, _, last = name.rpartition(".")
+    if not owner:
         return list(_by_name(tree).get(last, []))
-    body = _inside(tree, path)
-    if body is not None:
-        return _named(body, last)
-    if last in ACCESSORS and len(path) > 1:
-        return _named(_inside(tree, path[:-1]) or [], path[-1], last)
-    return []
+    classes = [node for node in _by_name(tree).get(owner, []) if isinstance(node, ast.ClassDef)]
+    body = [node for cls in classes for node in top_level(cls.body) if isinstance(node, _BINDING)]
+    return [node for node in body if last in bound_by(node) and not is_accessor(node)]
 
 
 @functools.lru_cache(maxsize=8)
@@ -42,29 +36,10 @@ def _by_name(tree: ast.Module) -> dict[str, list[ast.stmt]]:
     return found
 
 
-def _inside(tree: ast.Module, path: Sequence[str]) -> list[ast.stmt] | None:
-    """The bodies of the classes that a dotted name leads to, None where there is no such class."""
-    found = _by_name(tree).get(path[0], [])
-    for name in path[1:]:
-        found = _named([part for node in found if isinstance(node, ast.ClassDef) for part in node.body], name)
-    classes = [node for node in found if isinstance(node, ast.ClassDef)]
-    return [part for node in classes for part in node.body] if classes else None
-
-
-def _named(body: Sequence[ast.stmt], name: str, accessor: str = "") -> list[ast.stmt]:
-    found: list[ast.stmt] = []
-    for node in top_level(body):
-        if isinstance(node, Definition):
-            if node.name == name and _accessor(node) == accessor:
-                found.append(node)
-        elif isinstance(node, _BINDING) and not accessor and name in bound_by(node):
-            found.append(node)
-    return found
-
-
-def _accessor(node: Definition) -> str:
-    words = [ast.unparse(decorator).rpartition(".") for decorator in node.decorator_list]
-    return next((word for owner, _, word in words if owner == node.name and word in ACCESSORS), "")
+def is_accessor(node: ast.stmt) -> bool:
+    """Whether a definition belongs to the one of a property above, `@name.setter`."""
+    words = [ast.unparse(each).rpartition(".") for each in getattr(node, "decorator_list", ())]
+    return any(owner == getattr(node, "name", "") and owner for owner, _, _ in words)
 
 
 def span(node: ast.stmt) -> tuple[int, int]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import codecs
 import difflib
 import functools
 import importlib.metadata
 import importlib.util
 import io
-import re
 import tokenize
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
@@ -26,15 +24,13 @@ class SourceModule:
         name: the dotted name.
         package: the package that its relative imports start from.
         path: the file.
-        text: its text without the byte order mark; newlines untouched.
-        encoding: how to write it; `utf-8-sig` if it starts with a byte order mark.
+        text: its text without a byte order mark; newlines untouched.
     """
 
     name: str
     package: str
     path: Path
     text: str
-    encoding: str
 
     @property
     def newline(self) -> str:
@@ -61,9 +57,6 @@ def _version(package: str) -> str:
         return f"{package} {importlib.metadata.version(package)}"
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-_CODING = re.compile(rb"coding[:=]")
 
 
 def find_spec(name: str) -> ModuleSpec | None:
@@ -103,37 +96,26 @@ def load(name: str, where: Location) -> SourceModule:
             f"{'compiled or built in' if spec.origin else 'a folder without __init__.py'}. "
             "Name the module that defines the classes."
         )
-    text, encoding = read_python(path)
     package = name if spec.submodule_search_locations is not None else name.rpartition(".")[0]
-    return SourceModule(name, package, path, text, encoding)
+    return SourceModule(name, package, path, read_python(path))
 
 
-def read_python(path: Path) -> tuple[str, str]:
-    """The text of a Python file, without its byte order mark, and its encoding.
+def read_python(path: Path) -> str:
+    """The text of a Python file, without its byte order mark.
 
     Raises:
-        CodegenError: with the line, for an unknown encoding, and for bytes that no Python file in its encoding has.
+        CodegenError: with the line, for a file that isn't in UTF-8.
     """
-    data = path.read_bytes()
-    wrong, offset = "", data.find(b"\0")
-    encoding = "utf-8"
-    if offset >= 0:
-        wrong = "a NUL byte"
-    else:
-        try:
-            encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-            return data.removeprefix(codecs.BOM_UTF8).decode(
-                "utf-8" if encoding == "utf-8-sig" else encoding
-            ), encoding
-        except UnicodeDecodeError as error:
-            wrong, offset = f"the byte {error.object[error.start]:#x}, which {encoding} has not", error.start
-        except SyntaxError as error:  # in one of the first two lines, and it says no line
-            found = _CODING.search(data)
-            wrong, offset = str(error), found.start() if found else 0
-    line = data.count(b"\n", 0, offset) + 1
-    raise CodegenError(
-        f"{Location(str(path), line)}: this file can't be read as Python, which finds {wrong}. Save it as UTF-8."
-    )
+    data, line = path.read_bytes(), 1
+    try:
+        if tokenize.detect_encoding(io.BytesIO(data).readline)[0].startswith("utf-8"):
+            return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line += data.count(b"\n", 0, error.start)
+    except SyntaxError:  # of one of the first two lines, which has it in another encoding or none that is known
+        pass
+    where = Location(str(path), line)
+    raise CodegenError(f"{where}: this file can't be read, as it isn't in UTF-8. Save it as UTF-8.")
 
 
 def _missing_part(name: str) -> str:

@@ -207,7 +207,7 @@ def _methods(cls: type) -> Iterator[types.FunctionType]:
 
 
 def _lines(file: str, obj: Any) -> list[str]:
-    if not file:
+    if file in ("", "<string>"):  # what was executed from a text; Python 3.13 has the command of `python -c` there
         return []
     linecache.checkcache(file)
     return linecache.getlines(file, getattr(obj, "__globals__", None))

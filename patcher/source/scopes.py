@@ -77,7 +77,7 @@ def imported_names(tree: ast.Module) -> dict[str, ImportedName]:
             if isinstance(node, ast.ImportFrom):
                 origin = (node.module or "", part.name, node.level)
             imported = ImportedName(*origin, part.asname or "", node.lineno, node not in tree.body)
-            found.setdefault(_alias(part), imported)
+            found.setdefault(bound_name(part), imported)
     return found
 
 
@@ -135,18 +135,6 @@ def free_names(text: str) -> set[str]:
     return set(_free(symtable.symtable(text, "<patch>", "exec"))) - bound.keys() - _BUILTINS
 
 
-def is_rebound(text: str, parameter: str) -> bool:
-    """Whether a function, as text, or a function in it, assigns to a parameter of it."""
-    (function,) = (t for t in symtable.symtable(text, "<patch>", "exec").get_children() if t.get_type() == "function")
-    stack: list[symtable.SymbolTable] = list(function.get_children())
-    inner = []
-    while stack:
-        table = stack.pop()
-        stack += table.get_children()
-        inner += [s for s in table.get_symbols() if s.get_name() == parameter and s.is_nonlocal()]
-    return any(symbol.is_assigned() for symbol in [function.lookup(parameter), *inner])
-
-
 def used_too_early(tree: ast.Module) -> dict[str, tuple[int, int]]:
     """The names that a module uses while it is imported, and binds only further down.
 
@@ -198,15 +186,22 @@ def bound_by(node: ast.stmt) -> set[str]:
     return {name for name, _ in _bound([node])}
 
 
+def bound_name(node: ast.AST) -> str:
+    """The name that a node of a syntax tree binds by itself, empty if it binds none."""
+    match node:
+        case ast.Name(id=name):
+            return "" if isinstance(node.ctx, ast.Load) else name
+        case ast.alias(name=name, asname=alias):
+            return alias or name.partition(".")[0]
+        case ast.MatchMapping(rest=name):
+            return name or ""
+    name = getattr(node, "name", None)  # of a definition, an `except` or a `case`
+    return name if isinstance(name, str) else ""
+
+
 def _bound(body: Sequence[ast.stmt]) -> Iterator[tuple[str, int]]:
     for node in top_level(body):
-        if isinstance(node, _DEFINITIONS):
-            yield node.name, node.lineno
-            continue
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            for alias in node.names:
-                yield _alias(alias), node.lineno
-        yield from _targets(node)
+        yield from [(node.name, node.lineno)] if isinstance(node, _DEFINITIONS) else _targets(node)
 
 
 def _targets(node: ast.stmt) -> Iterator[tuple[str, int]]:
@@ -214,20 +209,10 @@ def _targets(node: ast.stmt) -> Iterator[tuple[str, int]]:
     stack: list[ast.AST] = [node]
     while stack:
         part = stack.pop()
-        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-            yield part.id, part.lineno
-        elif isinstance(part, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and part.name:
-            yield part.name, part.lineno
-        elif type(part).__name__ == "TypeAlias":
-            stack.append(part.name)  # type: ignore[attr-defined]
-            continue
-        children = [c for c in ast.iter_child_nodes(part) if not isinstance(c, (ast.stmt, ast.Lambda))]
-        comprehension = isinstance(part, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp))
-        stack.extend([c for c in children if not comprehension or not isinstance(c, ast.comprehension)])
-
-
-def _alias(alias: ast.alias) -> str:
-    return alias.asname or alias.name.split(".")[0]
+        if name := bound_name(part):
+            yield name, part.lineno  # type: ignore[attr-defined]
+        inner = [c for c in ast.iter_child_nodes(part) if not isinstance(c, ast.stmt | ast.Lambda | ast.comprehension)]
+        stack.extend(inner)
 
 
 def _free(table: symtable.SymbolTable) -> Iterator[str]:

@@ -239,7 +239,7 @@ def _imported(generated: Generated, folder: Path) -> Iterator[ModuleType]:
     """The file, written and imported as others will import it: from outside of transformers."""
     path = folder / generated.config.target_file
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(generated.text.removeprefix("\ufeff"), generated.source.encoding, newline="")
+    path.write_text(generated.text, "utf-8", newline="")
     name = f"_verified_{path.stem}_{id(generated)}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None

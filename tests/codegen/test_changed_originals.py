@@ -1,10 +1,9 @@
-"""Code under a patch that changes upstream fails the check, and is shown as it was and as it is."""
+"""Code under a patch that changes upstream fails the check, and is named."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,7 +33,7 @@ def test_the_drift_of_these_tests_is_real() -> None:
         assert ast.dump(mine) == ast.dump(theirs)
 
 
-def test_a_changed_original_fails_the_check_and_both_are_shown(drifted: SimpleNamespace) -> None:
+def test_a_changed_original_fails_the_check(drifted: SimpleNamespace) -> None:
     drifted.config.write_text(re.sub(r"maybe_autocast\(.*\)", "torch.no_grad()", CONFIG))
     drifted.install(OLD)
     drifted.written(diff=True)
@@ -51,50 +50,16 @@ def test_a_changed_original_fails_the_check_and_both_are_shown(drifted: SimpleNa
         ]
         said = str(result)
         assert f"{drifted.config}:10: override_method('MixtralExperts.forward') patches code that has changed" in said
-        assert "one_hot(top_k_index, num_classes=self.num_experts)\n+  " in said
-        assert "one_hot(top_k_index, num_classes=self.num_experts + 1)\n   " in said
         assert (drifted.path.read_bytes(), drifted.path.with_suffix(".diff").read_bytes()) == before
     # generated again, it is taken over
     drifted.written(diff=True)
     assert drifted.checked().ok
 
 
-def test_an_original_that_breaks_the_patch_is_shown_with_the_error(drifted: SimpleNamespace) -> None:
+def test_an_original_that_breaks_the_patch_is_named_with_the_error(drifted: SimpleNamespace) -> None:
     result = drifted.checked()
     assert "'maybe_autocast', which patched_modeling_mixtral.py does not define" in result.error
     assert len(result.originals) == 3
-    assert "+    freqs = position_ids[..., None].float() * self.inv_freq.to(" in str(result)
-
-
-#: what becomes of the diff, and why it tells nothing
-DAMAGED: list[tuple[Callable[[bytes], bytes | None], str]] = [
-    (
-        lambda _: None,
-        "There is no patched_modeling_mixtral.diff beside the file to tell what it was; --diff writes it.",
-    ),
-    (lambda good: good.replace(b"+from math import fsum", b"+from math import fabs"), "does not fit the file."),
-    (lambda good: good.replace(b"-    return overall_loss", b"-    return other_loss"), "is of another source."),
-    (lambda _: b"", "is of another source."),
-    (lambda _: b"\xff", "does not fit the file."),
-    (lambda good: good[: len(good) // 2], "does not fit the file."),
-]
-
-
-def test_without_a_diff_that_fits_nothing_is_guessed(drifted: SimpleNamespace) -> None:
-    diff = drifted.path.with_suffix(".diff")
-    good = diff.read_bytes()
-    for damage, reason in DAMAGED:
-        damaged = damage(good)
-        assert damaged != good
-        diff.unlink(missing_ok=True)
-        if damaged is not None:
-            diff.write_bytes(damaged)
-        result = drifted.checked(rebase=True)
-        assert [change.then for change in result.originals] == [None] * 3
-        assert reason in str(result), reason
-        assert "+ 1)" in result.originals[0].now
-        assert result.merged is None
-        assert not drifted.path.with_suffix(".rebase").exists()
 
 
 def test_a_file_without_fingerprints_has_nothing_to_compare(drifted: SimpleNamespace) -> None:

@@ -84,13 +84,14 @@ def test_code_under_another_name_does_the_same(fragments: list[str]) -> None:
             "'old' has to be written 'new'" in message and "new" in text.replace("new=", ""),
             "of a class" in message and "old = old" in text,
             "`global`" in message and "global old" in text,
+            "f-string" in message and "f'{old" in text,
         ]
     )
 
 
 def test_a_name_that_an_f_string_shows_is_refused_and_a_variable_does() -> None:
     names = {"old": "newer"}
-    with pytest.raises(CodegenError, match="a name in an f-string has to be written differently"):
+    with pytest.raises(CodegenError, match="'old', a name in an f-string, has to be written differently"):
         renaming(Text('f"{old=}"'), names)
     text = Text('value = old\nf"old={value}"')
     assert applied(text.text, renaming(text, names)) == 'value = newer\nf"old={value}"'

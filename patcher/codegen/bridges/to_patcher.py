@@ -9,16 +9,15 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any, TypeGuard
 
 from torch import nn
 
 from patcher.codegen.additions import Blocks, Helpers
 from patcher.codegen.generation.generator import Generated, build
-from patcher.codegen.spec import Patch, PatchKind, PatchSpec
+from patcher.codegen.spec import Patch, PatchSpec
 from patcher.errors import CodegenError
-from patcher.functions.references import references_of
 from patcher.integrations import install
 from patcher.source.scopes import bound_names, top_level
 from patcher.source.synthetic import module_of_text
@@ -41,46 +40,16 @@ def to_patcher(config: PatchSpec) -> Patcher:
     generated = build(config)
     module = execute(generated)
     classes = _replacements(generated, module)
-    functions = _functions(generated, module)
-    if functions:  # then classes that only call these are what they were
-        changed = _replacements(build(_without_functions(config)), module)
-        if classes.keys() <= changed.keys():
-            functions = {}  # every class that calls them is replaced, and calls those of its own module
-        classes = changed
-    if not classes and not functions:
+    if not classes:
         raise config.error(
             f"to_patcher() would change nothing: no nn.Module class of {config.source_module} is "
             "patched, or uses what is patched. Use generate() or write() for this config."
         )
     return Patcher(
         class_mapping=classes,
-        function_mapping=functions,
         alternatives=[tuple(classes)] if len(classes) > 1 else (),
         name=config.target_file,
     )
-
-
-def _functions(generated: Generated, module: ModuleType) -> dict[str, FunctionType]:
-    """`module:name` -> function, of the functions that are replaced, if nothing but functions and classes uses them.
-
-    None where one of them names a class of the module: that of the executed one is another than a model has.
-    """
-    names = [patch.target for patch in generated.config.patches if patch.kind is PatchKind.REPLACE_FUNCTION]
-    original = vars(importlib.import_module(generated.source.name))
-    only_these = build(_without(generated.config, lambda patch: patch.kind is not PatchKind.REPLACE_FUNCTION))
-    for name in affected_names(only_these, set()):
-        value = original.get(name)
-        if not (isinstance(value, FunctionType) or _is_module_class(value) or name not in original):
-            return {}
-    found = {name: value for name in names if isinstance(value := vars(module).get(name), FunctionType)}
-    used = {each.name for value in found.values() for each in references_of(value.__code__).read}
-    if len(found) < len(names) or any(_is_module_class(vars(module).get(name)) for name in used):
-        return {}
-    return {f"{generated.source.name}:{name}": value for name, value in found.items()}
-
-
-def _without_functions(config: PatchSpec) -> PatchSpec:
-    return _without(config, lambda patch: patch.kind is PatchKind.REPLACE_FUNCTION)
 
 
 def _without(config: PatchSpec, is_left_out: Callable[[Patch], bool]) -> PatchSpec:
@@ -101,7 +70,7 @@ def execute(generated: Generated) -> ModuleType:
     with _lock:
         if name in sys.modules:
             return sys.modules[name]
-        text = generated.text.removeprefix("\ufeff")
+        text = generated.text
         path = str(source.path.parent / f"<{generated.config.target_file} {name[-10:]}>")
         module = module_of_text(name, text, path)  # decorators of transformers ask for the source of their module
         try:
@@ -155,7 +124,7 @@ def _bindings(generated: Generated) -> tuple[dict[str, list[str]], dict[str, lis
     """What binds each name of the top level, as texts without comments and formatting; and the statements that do."""
     texts: dict[str, list[str]] = {}
     statements: dict[str, list[ast.stmt]] = {}
-    for node in top_level(ast.parse(generated.text.removeprefix("\ufeff")).body):
+    for node in top_level(ast.parse(generated.text).body):
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
                 name = alias.asname or alias.name.split(".")[0]

@@ -1,22 +1,50 @@
-"""Generated files against their configs: made again, compared, and their calls looked at."""
+"""Generated files against their configs: made again and compared, and so are the originals under their patches."""
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from patcher.codegen.files.projects import discover, load_configs, read_settings
-from patcher.codegen.files.rebase import OriginalChange, changed_originals, write_rebase
 from patcher.codegen.files.writer import files_of, output_folder, write_generated
-from patcher.codegen.generation.generator import Generated, build
+from patcher.codegen.generation.generator import build
 from patcher.codegen.generation.header import config_path, made_by
-from patcher.codegen.spec import PatchKind, PatchSpec
+from patcher.codegen.generation.provenance import Provenance, recorded
+from patcher.codegen.spec import PatchSpec
 from patcher.errors import CodegenError
-from patcher.source.call_sites import CallSites, shortened, why_unfit
+from patcher.source.canonical import NOTHING
 from patcher.source.differences import diff_of
-from patcher.source.reading import parsed
+from patcher.source.modules import load
+from patcher.source.reading import Location
+
+
+@dataclass(frozen=True)
+class OriginalChange:
+    """A definition that a config patches, and that isn't what the generated file was made from.
+
+    Attributes:
+        target: its dotted name.
+        where: the line of the config that patches it.
+        asked: the call on that line.
+        releases: the release that the file was made from, and the one that is installed; empty if there is none.
+        is_gone: whether there is no such definition any more.
+    """
+
+    target: str
+    where: Location
+    asked: str
+    releases: tuple[str, str]
+    is_gone: bool
+
+    def __str__(self) -> str:
+        then, now = self.releases
+        since = f" ({then} -> {now})" if then and now and then != now else ""
+        said = f"{self.where}: {self.asked} patches code that has changed since the file was made{since}"
+        return said + (", and is gone" if self.is_gone else "")
 
 
 @dataclass(frozen=True)
@@ -27,41 +55,34 @@ class CheckResult:
         config: the file of the config, below its project.
         path: the generated file, None if the config couldn't be read.
         drift: a unified diff from the file on the disk to what the config says, empty if they agree.
-        calls: calls that no longer fit what was patched.
         error: why the config couldn't be read or the file couldn't be generated.
         fixed: whether the drift was written away.
         originals: definitions under patches that aren't what the file was made from; they keep it from being fixed.
         command: what takes them over.
-        merged: the file with the patches merged with what happened to their originals, and its conflicts.
     """
 
     config: str
     path: Path | None = None
     drift: str = ""
-    calls: tuple[CallMismatch, ...] = ()
     error: str = ""
     fixed: bool = False
     originals: tuple[OriginalChange, ...] = ()
     command: str = ""
-    merged: tuple[Path, int] | None = None
 
     @property
     def ok(self) -> bool:
         """Whether nothing is left to do."""
-        return not (self.error or self.calls or self.originals) and (not self.drift or self.fixed)
+        return not (self.error or self.originals) and (not self.drift or self.fixed)
 
     def __str__(self) -> str:
         state = "ok" if not self.drift else "fixed" if self.fixed else "drifted"
         lines = [f"{self.config}: can't be checked\n{self.error}" if self.error else f"{self.config}: {state}"]
-        lines += [f"  {self.path}, {mismatch}" for mismatch in self.calls]
-        lines += [f"  {str(change).rstrip()}" for change in self.originals]
+        lines += [f"  {change}" for change in self.originals]
         if self.originals:
             lines.append(
                 f"  --fix leaves {self.path} as it is. Change the patch if it must follow, then take the new "
                 f"original over by generating the file again: {self.command}"
             )
-        if self.merged is not None:
-            lines.append(f"  merged by --rebase, {self.merged[1]} conflicts: {self.merged[0]}")
         return "\n".join([*lines, *([self.drift.rstrip("\n")] if self.drift and not self.fixed else [])])
 
 
@@ -69,7 +90,6 @@ def check(
     configs: Iterable[str | os.PathLike[str]] | None = None,
     *,
     fix: bool = False,
-    rebase: bool = False,
     output_dir: str | os.PathLike[str] | None = None,
     formatted: bool | None = None,
 ) -> list[CheckResult]:
@@ -81,7 +101,6 @@ def check(
     Args:
         configs: modules or files of configs; without them, all that the project has.
         fix: write what drifted, but for files with a patch whose original has changed.
-        rebase: merge such patches with the change, into a file with the suffix `.rebase`.
         output_dir: where the generated files are, if not in `generated/` beside each config.
         formatted: whether they were formatted with ruff; by default as the project's settings say.
 
@@ -95,7 +114,7 @@ def check(
         label = config_path(str(entry)) if str(entry).endswith(".py") else str(entry)
         try:
             configs_here = load_configs(str(entry))
-            results += [_check_one(label, config, fix, rebase, output_dir, formatted) for config in configs_here]
+            results += [_check_one(label, config, fix, output_dir, formatted) for config in configs_here]
         except CodegenError as error:
             results.append(CheckResult(label, error=str(error)))
     return results
@@ -105,7 +124,6 @@ def _check_one(
     label: str,
     config: PatchSpec,
     fix: bool,
-    rebase: bool,
     output_dir: str | os.PathLike[str] | None,
     formatted: bool,
 ) -> CheckResult:
@@ -114,8 +132,7 @@ def _check_one(
         folder = output_folder(config, output_dir)
         path = folder / config.target_file
         changes = changed_originals(config, path)
-        merged = write_rebase(config, changes, path) if rebase else None
-        found = replace(found, path=path, originals=changes, merged=merged)
+        found = replace(found, path=path, originals=changes)
         generated = build(config)
         drift = "".join(_drift(files_of(generated, path, formatted=formatted)))
         fixed = bool(drift and fix and not changes)
@@ -123,7 +140,7 @@ def _check_one(
             write_generated(generated, folder, formatted=formatted)
     except CodegenError as error:
         return replace(found, error=str(error))
-    return replace(found, drift=drift, calls=check_calls(generated), fixed=fixed)
+    return replace(found, drift=drift, fixed=fixed)
 
 
 def _drift(files: Mapping[Path, bytes]) -> Iterator[str]:
@@ -135,50 +152,29 @@ def _drift(files: Mapping[Path, bytes]) -> Iterator[str]:
         old = present.decode("utf-8", "replace") if present is not None else ""
         new = data.decode("utf-8", "replace")
         on_disk = f"{file.name} (on the disk{'' if present is not None else ': missing'})"
-        drift = diff_of(old, new, on_disk, f"{file.name} (as the config says)")
-        yield drift or f"{file.name}: differs in newlines or encoding only\n"
-
-
-@dataclass(frozen=True)
-class CallMismatch:
-    """One call that doesn't fit.
-
-    Attributes:
-        line: where it is in the generated file.
-        call: its text, shortened.
-        target: the patched function or method.
-        problem: why it doesn't fit.
-    """
-
-    line: int
-    call: str
-    target: str
-    problem: str
-
-    def __str__(self) -> str:
-        return f"line {self.line}: {self.call} does not fit the patched {self.target}: {self.problem}"
-
-
-def check_calls(generated: Generated) -> tuple[CallMismatch, ...]:
-    """The calls in a generated file that fitted the original, and do not fit the patch.
-
-    The check reads the file, it doesn't run it. A call that it can't follow is not reported, and neither is one that
-    didn't fit the original either (decorators take arguments out of calls).
-    """
-    module = CallSites(parsed(generated.text.removeprefix("\ufeff")))
-    original = CallSites(parsed(generated.source.text))
-    targets: set[str] = set()
-    for patch in generated.patches:
-        if patch.kind is PatchKind.MODIFY_INIT:
-            targets.add(f"{patch.target}.__init__")
-        elif patch.kind is PatchKind.REPLACE_CLASS and patch.target in module.classes:
-            targets.update(f"{patch.target}.{name}" for name in module.methods(patch.target))
+        if old.splitlines() == new.splitlines():
+            yield f"{file.name}: differs in newlines only\n"
         else:
-            targets.add(patch.target)
-    found = []
-    for call, target, bound in module.calls():
-        if target not in targets:
-            continue
-        if problem := why_unfit(call, original.function(target), module.function(target), bound):
-            found.append(CallMismatch(call.lineno, shortened(call), target, problem))
-    return tuple(sorted(found, key=lambda mismatch: (mismatch.line, mismatch.target)))
+            yield diff_of(old, new, on_disk, f"{file.name} (as the config says)")
+
+
+def changed_originals(config: PatchSpec, path: Path) -> tuple[OriginalChange, ...]:
+    """The originals under the patches of a config that changed since its file was written.
+
+    They are told also where the file can't be generated any more, which their change may be the reason of.
+    """
+    if not path.is_file():
+        return ()
+    text, source = path.read_text("utf-8", "replace"), load(config.source_module, config.where)
+    try:
+        tree = ast.parse(source.text)
+    except SyntaxError:
+        return ()  # of which the generator tells
+    before, now = recorded(text), Provenance.of(config, tree).originals
+    made = re.search(r"^# Source:[^(\n]*(?:\n#[^(\n]*)?\(([^)]*)\)", text, re.MULTILINE)
+    releases = (re.sub(r"[\s#]+", " ", made[1]) if made else "", source.version)
+    askers = {name: (where, f"exclude_from_output({name!r})") for name, where in config.excluded.items()}
+    askers |= dict.fromkeys(config.derived, (config.where, "from_patcher()"))
+    askers |= {patch.definition: (patch.where, patch.asked) for patch in config.patches}
+    changed = [name for name in now if before.get(name, now[name]) != now[name]]
+    return tuple(OriginalChange(name, *askers[name], releases, now[name] == NOTHING) for name in changed)

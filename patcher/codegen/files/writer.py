@@ -11,11 +11,10 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from patcher.codegen.files.manifest import manifest as manifest_of, manifest_path
 from patcher.codegen.generation.generator import Generated, build
 from patcher.codegen.spec import PatchSpec
 from patcher.errors import CodegenError
-from patcher.source.differences import exact_diff
+from patcher.source.differences import diff_of
 from patcher.source.modules import load
 from patcher.source.reading import Location
 
@@ -25,7 +24,6 @@ def write(
     output_dir: str | os.PathLike[str] | None = None,
     diff: bool = False,
     *,
-    manifest: bool = False,
     formatted: bool = False,
 ) -> Path:
     """Generate the file of a config and write it.
@@ -40,9 +38,8 @@ def write(
     Args:
         config: the description.
         output_dir: the folder, by default `generated/` beside the file of the config.
-        diff: write a unified diff against the original beside it, with the suffix `.diff`.
-        manifest: write beside it what it was made of, as JSON, with the suffix `.manifest.json`. What is there
-            already of both is written anew in any case.
+        diff: write a unified diff against the original beside it, with the suffix `.diff`. One that is there
+            already is written anew in any case.
         formatted: run ruff over the text first.
 
     Returns:
@@ -51,8 +48,7 @@ def write(
     Raises:
         CodegenError: if it can't be generated; then no file is touched.
     """
-    folder = output_folder(config, output_dir)
-    return write_generated(build(config), folder, diff=diff, with_manifest=manifest, formatted=formatted)
+    return write_generated(build(config), output_folder(config, output_dir), diff=diff, formatted=formatted)
 
 
 class ModelingCodeGenerator:
@@ -80,36 +76,26 @@ class ModelingCodeGenerator:
         """The text of the file, which is written to a path if one is given."""
         generated = build(self.config)
         if output_path is not None:
-            replace_all(
-                {output_path: generated.text.removeprefix("\ufeff").encode(generated.source.encoding)},
-                self.config.where,
-            )
+            replace_all({output_path: generated.text.encode()}, self.config.where)
         return generated.text
 
 
-def write_generated(
-    generated: Generated, folder: Path, *, formatted: bool, diff: bool = False, with_manifest: bool = False
-) -> Path:
+def write_generated(generated: Generated, folder: Path, *, formatted: bool, diff: bool = False) -> Path:
     """Write what was generated, all files or none."""
     path = folder / generated.config.target_file
-    files = files_of(generated, path, diff=diff, with_manifest=with_manifest, formatted=formatted)
-    replace_all(files, generated.config.where)
+    replace_all(files_of(generated, path, diff=diff, formatted=formatted), generated.config.where)
     return path
 
 
-def files_of(
-    generated: Generated, path: Path, *, formatted: bool, diff: bool = False, with_manifest: bool = False
-) -> dict[Path, bytes]:
-    """What is to be on the disk: the generated file, its diff against the original, and its manifest.
+def files_of(generated: Generated, path: Path, *, formatted: bool, diff: bool = False) -> dict[Path, bytes]:
+    """What is to be on the disk: the generated file, and its diff against the original.
 
-    The latter two if they are asked for, and if they are there: beside another file they would be wrong.
+    The diff if it is asked for, and if there is one: beside another file it would be wrong.
     """
     text = final_text(generated, formatted=formatted)
-    files = {path: text.encode(generated.source.encoding)}
+    files = {path: text.encode()}
     if diff or diff_path(path).is_file():
         files[diff_path(path)] = unified_diff(generated, text).encode("utf-8")
-    if with_manifest or manifest_path(path).is_file():
-        files[manifest_path(path)] = manifest_of(generated, text, files[path]).encode("utf-8")
     return files
 
 
@@ -132,15 +118,15 @@ def diff_path(path: Path) -> Path:
 
 
 def final_text(generated: Generated, *, formatted: bool) -> str:
-    """The text as it is written; a byte order mark is left to the encoding."""
-    text = generated.text.removeprefix("\ufeff")
-    return run_ruff(text, generated.config.target_file, generated.config.where) if formatted else text
+    """The text as it is written."""
+    text, config = generated.text, generated.config
+    return run_ruff(text, config.target_file, config.where) if formatted else text
 
 
 def unified_diff(generated: Generated, text: str) -> str:
     """What a reviewer reads: the original against the generated text."""
     names = f"a/{generated.source.relative_path}", f"b/{generated.config.target_file}"
-    return exact_diff(generated.source.text, text, *names)
+    return diff_of(generated.source.text, text, *names)
 
 
 def run_ruff(text: str, name: str, where: Location) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from patcher.codegen.generation.class_decorators import warn_of_decorators, without_decorators
-from patcher.codegen.generation.header import render_header, with_header, without_banner
+from patcher.codegen.generation.header import render_header, without_banner
 from patcher.codegen.generation.missing_names import check_names
 from patcher.codegen.generation.patched_classes import edit_class
 from patcher.codegen.generation.patched_definitions import Context, is_overload, replace_definition
@@ -24,7 +24,7 @@ from patcher.codegen.generation.surroundings import (
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec, check_conflicts, check_target
 from patcher.errors import CodegenError, PatcherWarning
 from patcher.source.collecting import without_collections
-from patcher.source.edits import Edit, Place, Text, applied, definitions, places, removals, start_line, without
+from patcher.source.edits import Edit, Place, Text, applied, definitions, places, removals, without
 from patcher.source.modules import SourceModule, load
 from patcher.source.reading import parsed
 from patcher.source.scopes import ImportedName, bound_names, imported_names, nearest, top_level
@@ -100,7 +100,7 @@ def build(config: PatchSpec) -> Generated:
     added, externals = plan_imports(config, bound, original, removable)
     provenance = Provenance.of(config, original)
     edits += absolute_imports(source, text, config.where)
-    context = Context(source.name, text, source.newline, _step(text), externals, bound, removable, provenance, edits)
+    context = Context(source.name, text, source.newline, externals, bound, removable, provenance, edits)
     _edit(config, context, imported, gone)
     insert(config, added, gone, no_imports, context)
 
@@ -112,24 +112,8 @@ def build(config: PatchSpec) -> Generated:
     warn_of_decorators(config, source, original, code)
     code, methods = with_stock_conversions(config, source, original, code)
     header = render_header(config, source, context.done, provenance.header(), orphans, methods)
-    code = with_header(without_banner(code), header, source)
-    try:
-        code.encode(source.encoding)
-    except UnicodeEncodeError as error:
-        raise config.error(
-            f"{source.name} is written in {source.encoding}, which has no "
-            f"{error.object[error.start]!r}. Leave the character out of the patches and descriptions."
-        ) from error
+    code = source.newline.join([*header, without_banner(code)])
     return Generated(config, source, code, tuple(context.done), provenance, orphans)
-
-
-def _step(text: Text) -> str:
-    """The indentation of the first block, four spaces where there is none."""
-    for node in text.tree.body:
-        block = getattr(node, "body", None)
-        if isinstance(block, list) and start_line(block[0]) > node.lineno:
-            return text.indent(start_line(block[0]))
-    return "    "
 
 
 def _edit(
@@ -144,7 +128,6 @@ def _edit(
         if name not in by_name:
             raise _unknown(patch, name, found, context.source, imported.get(name))
         by_name[name].append(patch)
-    stubs: list[Place] = []
     for place in found:
         name, patches = _name(place), by_name[_name(place)]
         if name in config.renamed and isinstance(place.node, ast.ClassDef):
@@ -165,15 +148,11 @@ def _edit(
                 f"{imported[name].line}. {fix}"
             )
         whole = [p for p in patches if p.target == name and p.kind is not PatchKind.MODIFY_INIT]
-        if whole and is_overload(place.node):
-            stubs.append(place)  # it tells a signature of the original, and goes with it
-        elif whole:
-            context.remove_overloads(stubs, place)
+        if whole and not is_overload(place.node):
             replace_definition(whole[0], place, context)
-            stubs = []
         elif isinstance(place.node, ast.ClassDef):
-            edit_class(place, [(patch.target.split(".")[1:], patch) for patch in patches], context, name)
-        else:
+            edit_class(place, patches, context)
+        elif not whole:
             raise patches[0].error(
                 f"does not fit: {name!r} is a function in {context.source}, and has no methods. "
                 f"Use replace_function({name!r})."

@@ -11,7 +11,6 @@ from patcher.codegen.spec import Patch, PatchSpec
 from patcher.source.modules import SourceModule
 
 _RULE = "# " + "-" * 88
-_CODING = re.compile(r"^[ \t\f]*#.*?coding[:=][ \t]*[-\w.]+")
 _WIDTH = 90
 _LINES = 12
 #: what the paragraph begins with that tells what differs
@@ -121,17 +120,3 @@ def config_path(file: str) -> str:
 def without_banner(text: str) -> str:
     """A text that doesn't say any more that it was generated, and from what: this one was generated from it."""
     return _BANNER.sub(r"\1# The source was itself generated, from \2.\3", text)
-
-
-def with_header(text: str, header: Sequence[str], source: SourceModule) -> str:
-    """The text below the header. A `#!` line and an encoding stay first, because Python reads them only there."""
-    newline = source.newline
-    lines = text.split(newline, 2)
-    first = 1 if lines[0].startswith("#!") else 0
-    if len(lines) > first + 1 and _CODING.match(lines[first]):
-        first += 1
-    elif first == 0 and len(lines) > 2 and _CODING.match(lines[1]) and lines[0].startswith("#"):
-        first = 2
-    head, rest = lines[:first], newline.join(lines[first:])
-    mark = "\ufeff" if source.encoding == "utf-8-sig" else ""
-    return mark + newline.join([*head, *header, rest])

@@ -12,92 +12,65 @@ from patcher.codegen.generation.patched_definitions import (
     Piece,
     is_overload,
     marker,
-    replace_definition,
     why,
 )
 from patcher.codegen.spec import External, Patch, PatchKind
 from patcher.errors import CodegenError
-from patcher.source.definitions import ACCESSORS
+from patcher.source.definitions import is_accessor
 from patcher.source.edits import Edit, Place, Text, definitions, start_line
-from patcher.source.indentation import dedented
-from patcher.source.renaming import Use, is_of, renaming, uses
-from patcher.source.scopes import is_rebound, looks_misspelt, nearest
+from patcher.source.renaming import renaming
+from patcher.source.scopes import bound_by, looks_misspelt, nearest
 
-#: a patch, with the rest of its dotted target: empty for `modify_init` of the class
-Item = tuple[Sequence[str], Patch]
 #: the name that `modify_init` keeps an original `__init__` under
 ORIGINAL = "_original_init"
 
 
-def edit_class(place: Place, items: Sequence[Item], context: Context, path: str) -> None:
-    """Patch the methods and nested classes of a class.
-
-    Args:
-        place: the class.
-        items: its patches.
-        context: what the edits share.
-        path: the dotted name of the class.
-    """
-    edit = _ClassEdit(place, context, path)
-    inner: dict[str, list[Item]] = {}
-    for rest, patch in items:
-        nested = edit.nested.get(rest[0]) if rest else None
-        if nested is not None and (len(rest) > 1 or patch.kind is PatchKind.MODIFY_INIT):
-            inner.setdefault(rest[0], []).append((rest[1:], patch))
-        elif nested is not None and patch.wanted in (None, PatchKind.REPLACE_CLASS):
-            replace_definition(patch, nested, context, nested=True)
-        elif not rest:
+def edit_class(place: Place, patches: Sequence[Patch], context: Context) -> None:
+    """Patch the methods of a class."""
+    edit = _ClassEdit(place, context)
+    for patch in patches:
+        if patch.kind is PatchKind.MODIFY_INIT:
             edit.wrap_init(patch)
-        elif patch.wanted in (None, PatchKind.OVERRIDE_METHOD):
-            edit.override(patch, *rest)
         else:
-            raise patch.error(
-                f"names no class: {edit.where} has no class {rest[0]!r}. {nearest(rest[0], edit.nested)}"
-            )
-    for name, parts in inner.items():
-        edit_class(edit.nested[name], parts, context, f"{path}.{name}")
+            edit.override(patch, patch.target.partition(".")[2])
     edit.finish()
 
 
 class _ClassEdit:
     """The edits of one class."""
 
-    def __init__(self, place: Place, context: Context, path: str) -> None:
+    def __init__(self, place: Place, context: Context) -> None:
         assert isinstance(place.node, ast.ClassDef)
-        self.place, self.node, self.context, self.path = place, place.node, context, path
-        self.where = f"{path!r} in {context.source}"
+        self.place, self.node, self.context, self.path = place, place.node, context, place.node.name
+        self.where = f"{self.path!r} in {context.source}"
         self.members = definitions(self.node.body, self.node)
-        self.nested = {m.node.name: m for m in self.members if isinstance(m.node, ast.ClassDef)}
         first, text = self.node.body[0], context.text
         #: whether the body is on the line of the head
         self.in_line = text.is_in_line(self.node)
-        self.indent = context.indent(self.node) + context.unit if self.in_line else text.indent(start_line(first))
+        self.indent = context.indent(self.node) + "    " if self.in_line else text.indent(start_line(first))
         self.added: list[list[str]] = []
         #: position among the members, name and patch of each patched method
         self.patched: list[tuple[int, str, Patch]] = []
 
     def methods(self, name: str) -> list[Place]:
-        """All that define a name: accessors of a property, overloads, the branches of an `if`."""
-        return [m for m in self.members if not isinstance(m.node, ast.ClassDef) and _name(m) == name]
+        """All that define a name, as the branches of an `if` do; no accessors of properties and no overloads."""
+        found = [member for member in self.members if _name(member) == name]
+        return [member for member in found if not is_accessor(member.node) and not is_overload(member.node)]
 
     def _note(self, patch: Patch, name: str, found: Sequence[Place]) -> None:
         """Note one patch; the header lists patches in the order of the members."""
         position = self.members.index(found[0]) if found else len(self.members)
         self.patched.append((position, name, patch))
 
-    def override(self, patch: Patch, name: str, *rest: str) -> None:
+    def override(self, patch: Patch, name: str) -> None:
         """Replace or add one method."""
-        accessor = rest[0] if len(rest) == 1 and rest[0] in ACCESSORS else ""
-        if rest and not accessor:
-            near = nearest(name, self.nested)
-            raise patch.error(f"names no method: {self.where} has no nested class {name!r}. {near}")
-        found = [member for member in self.methods(name) if _accessor(member.node) == accessor]
+        found = self.methods(name)
+        if any(isinstance(member.node, ast.ClassDef) for member in found):
+            raise patch.error(f"names a nested class. Use replace_class({self.path!r}) for all that is around.")
         known = {_name(member) for member in self.members}
         near_names = [other for other in known if patch.new is None and looks_misspelt(name, other)]
         if found and patch.new:
             raise patch.error(f"says new=True, and {self.where} has a method {name!r}. Leave new out to replace it.")
-        if not found and accessor:
-            raise patch.error(f"names no method: {self.where} has no @{name}.{accessor}. {nearest(name, known)}")
         if not found and near_names:
             raise patch.error(
                 f"names no method of {self.where}, and one of nearly that name. {nearest(name, near_names)} "
@@ -112,15 +85,12 @@ class _ClassEdit:
                     "original's code into the patch, or use replace_class with a class that inherits from it."
                 )
         # of several, such as the branches of an `if`, the definition that stays bound is the last: replace each
-        # what tells the signatures of the original goes with it
-        stubs = [] if accessor else [member for member in self.methods(name) if is_overload(member.node)]
-        for number, member in enumerate(found):
-            self.context.remove_overloads(() if number else stubs, member)
+        for member in found:
             self.context.put_above(member, ())
             self.context.replace(member, self._method(patch, name, member))
         if not found:
             self.added.append(self._method(patch, name))
-        self._note(patch, ".".join([name, *rest]), [*stubs, *found])
+        self._note(patch, name, found)
 
     def _method(self, patch: Patch, name: str, member: Place | None = None) -> list[str]:
         """The lines of a patched method, with the decorators, if they stay, of the one that it replaces."""
@@ -148,39 +118,37 @@ class _ClassEdit:
                 "needs a function of (original_init, self, ...), and "
                 f"{node.name!r} takes {len(params)} positional argument(s). Add original_init in front."
             )
-        called, own = params[:2]
-        if is_rebound(dedented(patch.source.text), called):
+        called = params[0]
+        if any(called in bound_by(statement) for statement in node.body):
             raise patch.error(
                 f"binds {called!r} anew, which stands for the original __init__. Give the other variable another name."
             )
         found = self.methods("__init__")
+        if not found:
+            raise patch.error(
+                f"wraps an __init__ that {self.path!r} inherits. Use override_method('{self.path}.__init__') with a "
+                "super().__init__() in it."
+            )
         found = [member for member in found if not getattr(member.node, "decorator_list", ())] or found
 
         def changed(text: Text, function: Any) -> Iterator[Edit]:
             first, second = function.args.args[:2]
             yield Edit(text.span(first)[0], text.span(second)[0], "")
-            if not found:
-                yield from _calling_super(text, function, patch, called, own, self.path)
-                return
             try:
                 yield from renaming(text, {called: f"{self.path}.{ORIGINAL}"}, function)
             except CodegenError as error:
                 raise patch.error(f"can't call the original __init__: {error}") from None
 
         context, names = self.context, dict(patch.name_map)
-        if found and any(_name(member) == ORIGINAL for member in self.members):
+        if any(_name(member) == ORIGINAL for member in self.members):
             raise patch.error(
                 f"would keep the original as {ORIGINAL!r}, and {self.path!r} has a method of that "
                 "name. Use override_method for its __init__."
             )
-        members: list[Place | None] = [*found] if found else [None]
-        for member in members:
-            indent = self.indent if member is None else context.indent(member.node)
+        for member in found:
+            indent = context.indent(member.node)
             origin = [f"{indent}# {line}" for line in context.provenance.comment(patch)]
             piece = context.read_source(patch.source, patch.replacement, names, indent, "__init__", changed)
-            if member is None:
-                self.added.append([*origin, *piece.lines])
-                continue
             start = context.text.start_of(min([member.node.lineno, *_decorator_lines(member.node)]))
             note = f"{indent}# The __init__ of the original, called by the patched one below.{context.newline}"
             context.edits.append(Edit(start, start, note))
@@ -251,34 +219,3 @@ def _with_decorators(piece: Piece, member: Any, text: Text) -> Piece:
     last = listed[-1].end_lineno if own else member.lineno - 1
     lines = [line.rstrip("\r\n") for line in text.lines[min(_decorator_lines(member)) - 1 : last]]
     return piece._replace(decorators=[("", lines), *own])
-
-
-def _accessor(member: Any) -> str:
-    """`setter` for a `@name.setter`, `overload` for an `@overload`, empty for a method proper."""
-    if is_overload(member):
-        return "overload"
-    for decorator in member.decorator_list:
-        code = ast.unparse(decorator)
-        if code in {f"{member.name}.{kind}" for kind in ACCESSORS}:
-            return code.rpartition(".")[2]
-    return ""
-
-
-def _calling_super(text: Text, function: Any, patch: Patch, called: str, own: str, path: str) -> Iterator[Edit]:
-    """For a class without an `__init__`: `original_init(self, x)` becomes `super().__init__(x)`."""
-    calls = {call.func: call for call in ast.walk(function) if isinstance(call, ast.Call)}
-    for use in uses(text):
-        if not isinstance(use, Use) or use.node.id != called or not is_of(use, function):
-            continue
-        call = calls.get(use.node)
-        first = call.args[0] if call is not None and call.args else None
-        if call is None or not isinstance(first, ast.Name) or first.id != own:
-            raise patch.error(
-                "modifies a class that inherits its __init__, so "
-                f"{called} stands for super().__init__. Call it as {called}({own}, ...), and no other way."
-            )
-        others = [*call.args[1:], *call.keywords]
-        starts = [text.span(each)[0] for each in others]
-        end = min(starts) if starts else text.span(call)[1] - 1
-        parent = "super()" if len(use.tables) == 2 else f"super({path}, {own})"
-        yield Edit(text.span(use.node)[0], end, f"{parent}.__init__(")

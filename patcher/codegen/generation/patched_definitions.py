@@ -46,7 +46,6 @@ class Context:
         source: the name of the patched module, for messages.
         text: its text.
         newline: its newline.
-        unit: one step of its indentation.
         externals: how the file calls each imported replacement.
         bound: the names of the original that the file binds at its top level.
         removable: those that can be left out, each with the calls that do it.
@@ -59,7 +58,6 @@ class Context:
     source: str
     text: Text
     newline: str
-    unit: str
     externals: dict[External, str]
     bound: set[str]
     removable: dict[str, str]
@@ -107,7 +105,7 @@ class Context:
         if name:
             edits.append(Edit(*text.name_of(node), name))
         changed = applied(text.text, edits).removeprefix(_GUARD if source.indent else "")
-        return _split(moved(changed.removesuffix("\n"), source.indent, indent, self.unit), indent)
+        return _split(moved(changed.removesuffix("\n"), source.indent, indent), indent)
 
     def replace(self, place: Place, lines: Sequence[str]) -> None:
         """Write lines in the place of a statement."""
@@ -133,16 +131,6 @@ class Context:
         """Write lines right behind a statement."""
         end = self.text.end_of(self.text.last_line(place.node))
         self.edits.append(Edit(end, end, "".join(f"{self.newline}{line}" for line in lines)))
-
-    def remove_overloads(self, stubs: Sequence[Place], place: Place) -> None:
-        """Remove what tells the signatures of a function that is replaced, with the lines between them."""
-        text = self.text
-        for index, stub in enumerate(stubs):
-            first = start_line(stub.node) if index == 0 else next(iter(stub.comments(text)), start_line(stub.node))
-            self.edits.append(Edit(text.start_of(first), text.start_of(text.last_line(stub.node) + 1), ""))
-        if stubs and (blank := place.blank(text)):
-            first = place.comments(text).start
-            self.edits.append(Edit(text.start_of(first), text.start_of(first + blank), ""))
 
 
 _GUARD = "if True:\n"
@@ -179,7 +167,7 @@ def _split(code: str, indent: str) -> Piece:
     return Piece(above, decorators, lines[done:])
 
 
-def replace_definition(patch: Patch, place: Place, context: Context, *, nested: bool = False) -> None:
+def replace_definition(patch: Patch, place: Place, context: Context) -> None:
     """Write a patch in the place of a class or a function."""
     node: Any = place.node
     is_class = isinstance(node, ast.ClassDef)
@@ -200,7 +188,7 @@ def replace_definition(patch: Patch, place: Place, context: Context, *, nested: 
         context.replace(place, [indent + (new or f"{name} = {context.externals[patch.replacement]}")])
         return
     assert patch.source is not None
-    kept = "" if nested else _kept_name(patch, name, is_class, context)
+    kept = _kept_name(patch, name, is_class, context)
     own = patch.source.name
     names = {old: kept for old, new in (*patch.name_map, (name, name)) if kept and new == name}
     if own == name and kept:  # the new class is meant everywhere but in its own bases, which are read before it exists

@@ -61,7 +61,7 @@ class Provenance:
 
 def recorded(text: str) -> dict[str, str]:
     """The fingerprints that stand in a generated file, by the names of the definitions."""
-    header = list(itertools.takewhile(lambda line: line.startswith("#"), text.removeprefix("\ufeff").splitlines()))
+    header = list(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines()))
     start = next((number for number, line in enumerate(header) if line.startswith(f"# {DIFFERS}")), len(header))
     told = itertools.takewhile(lambda line: not line.startswith("# ---"), header[start:])
     paragraph = " ".join(line.removeprefix("#").strip() for line in told).removeprefix(DIFFERS)

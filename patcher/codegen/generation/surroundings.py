@@ -18,6 +18,7 @@ from patcher.source.modules import SourceModule
 from patcher.source.reading import Definition, Location, parsed
 from patcher.source.scopes import (
     ImportedName,
+    bound_name,
     bound_names,
     imported_names,
     nearest,
@@ -65,18 +66,13 @@ def absolute_name(relative: str, package: str, source: str, where: Location) -> 
         ) from None
 
 
-def bound_alias(alias: ast.alias) -> str:
-    """The name that a part of an import statement binds."""
-    return alias.asname or alias.name.split(".")[0]
-
-
 def dropped_names(text: Text, names: Collection[str]) -> tuple[list[Edit], set[ast.stmt]]:
     """The edits that leave names out of imports of the top level, and the statements of which none is left."""
     edits, gone = list[Edit](), set[ast.stmt]()
     for place in places(text.tree.body, text.tree):
         node = place.node
         if isinstance(node, ast.Import | ast.ImportFrom):
-            removed = [alias for alias in node.names if bound_alias(alias) in names and alias.name != "*"]
+            removed = [alias for alias in node.names if bound_name(alias) in names and alias.name != "*"]
             if len(removed) == len(node.names):
                 gone.add(node)
             elif removed:
@@ -109,7 +105,7 @@ def without_orphans(
     for node in file.tree.body:
         if not isinstance(node, ast.Import | ast.ImportFrom) or getattr(node, "module", "") == "__future__":
             continue
-        names = {bound_alias(alias) for alias in node.names} & used
+        names = {bound_name(alias) for alias in node.names} & used
         if names and not node.col_offset and file.is_alone(node):
             statement = "".join(file.lines[node.lineno - 1 : node.end_lineno])
             rest = said.replace(statement, "", 1)
@@ -119,7 +115,7 @@ def without_orphans(
                 removed[node] = names
     edits = list[Edit]()
     for node, names in removed.items():
-        listed, unused = _aliases(node), [alias for alias in _aliases(node) if bound_alias(alias) in names]
+        listed, unused = _aliases(node), [alias for alias in _aliases(node) if bound_name(alias) in names]
         if len(unused) < len(listed):
             end = file.span(node)[1]
             edits += without(file, listed, unused, end - (text[end - 1] == ")"))

@@ -40,8 +40,7 @@ class Case:
         """A text as the flags want it."""
         text = text.rstrip("\n") if "no-newline" in self.flags else text
         text = text.replace("\n", "\r\n") if "crlf" in self.flags else text
-        encoding = "latin-1" if "latin-1" in self.flags else "utf-8-sig" if "bom" in self.flags else "utf-8"
-        return text.encode(encoding)
+        return text.encode("utf-8-sig" if "bom" in self.flags else "utf-8")
 
 
 def names() -> list[str]:
@@ -85,7 +84,7 @@ def load(config: Path) -> PatchSpec:
 def body(text: str) -> str:
     """A generated text without its header."""
     lines = re.split(r"(?<=\n)", text)
-    rules = [number for number, line in enumerate(lines) if line.startswith(("# -----", "\ufeff# -----"))]
+    rules = [number for number, line in enumerate(lines) if line.startswith("# -----")]
     return "".join([*lines[: rules[0]], *lines[rules[1] + 1 :]])
 
 
@@ -105,7 +104,7 @@ def accept(name: str, folder: Path) -> None:
     case = read(name)
     kind, result = run(case, folder)
     if kind == "output":
-        result = body(result).removeprefix("\ufeff").replace("\r\n", "\n")
+        result = body(result).replace("\r\n", "\n")
     result = result if result.endswith("\n") else result + "\n"
     flags = f"# flags: {' '.join(case.flags)}\n" if case.flags else ""
     text = f"{flags}{case.source}# config\n{case.config}# {kind}\n{result}"

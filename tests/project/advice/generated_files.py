@@ -213,9 +213,23 @@ case_of(
     ),
 )
 case_of(
-    "encoding",
-    "Leave the character out of the patches and descriptions.",
-    ([("→", "x")], lambda file: file.f() == "x"),
+    "nested_class",
+    "names a part of a method or of a nested class. Use replace_class({}) for all that is around.",
+    (
+        [('"A.Inner", "class B: pass"', '"A", "class A:\\n    class Inner: mark = 1"')],
+        lambda file: file.A.Inner.mark == 1,
+    ),
+)
+case_of(
+    "nested_class_by_external",
+    "names a nested class. Use replace_class({}) for all that is around.",
+    (
+        [
+            ('config.patches.append(create_patch_from_external("A.Inner", "math", "pi"))', "REPLACED"),
+            ("REPLACED", 'config.replace_class("A", "class A:\\n    from math import pi as Inner")'),
+        ],
+        lambda file: file.A.Inner > 3,
+    ),
 )
 case_of(
     "patch_does_not_compile",
@@ -273,9 +287,15 @@ case_of(
         lambda file: file.A().mark == 1,
     ),
 )
-for _case, _call in (("passed_on", "print(original_init)"), ("without_self", "original_init()")):
-    case_of(
-        f"modify_init_inherited_{_case}",
-        "{} stands for super().__init__. Call it as {}({}, ...), and no other way.",
-        ([(_call, "original_init(self)\n    self.mark = 1")], lambda file: file.A().mark == 1),
-    )
+case_of(
+    "modify_init_inherited",
+    "Use override_method('{}.__init__') with a super().__init__() in it.",
+    (
+        [
+            ('modify_init("A")', 'override_method("A.__init__")'),
+            ("(original_init, self)", "(self)"),
+            ("print(original_init)", "super().__init__()\n    self.mark = 1"),
+        ],
+        lambda file: file.A().mark == 1,
+    ),
+)

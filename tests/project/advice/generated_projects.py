@@ -6,8 +6,6 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator
 
-import pytest
-
 from patcher.codegen import CheckResult, check, write
 from patcher.codegen.files.projects import load_configs
 from patcher.errors import CodegenError
@@ -81,8 +79,7 @@ def a_command_that_says_too_little(at: Place) -> Steps:
     "--list only names the configs of the project. Leave {} out.",
     "--check compares what there is, of CONFIG or of all configs, and writes nothing. Leave {} out.",
     "--all takes every config of the project. Leave {} out, or --all.",
-    "--dry-run writes nothing. Leave {} out.",
-    "{} belongs to --check.",
+    "--fix belongs to --check.",
     "{} is the file of {} already. Give one another target_file.",
 )
 def options_that_cannot_act_together(at: Place) -> Steps:
@@ -95,14 +92,12 @@ def options_that_cannot_act_together(at: Place) -> Steps:
             (("--check", "--dry-run"), "--dry-run"),
             ((config, "--all"), config),
             ((config, "--all"), "--all"),
-            ((config, "--dry-run", "--manifest"), "--manifest"),
         ):
             said = yield lambda words=words: command("codegen", *words)  # type: ignore[misc]
             assert f"Leave {'CONFIG' if out == config else out} out" in said or f"or {out}." in said
             assert "checked" in command("codegen", *(word for word in words if word != out))
-        for option in ("--fix", "--rebase"):
-            yield lambda option=option: command("codegen", config, option)  # type: ignore[misc]
-            assert "checked" in command("codegen", config, option, "--check")
+        yield lambda: command("codegen", config, "--fix")
+        assert "checked" in command("codegen", config, "--fix", "--check")
         other = at.tmp / "configs" / "other_patch_gen_config.py"
         other.write_text(CONFIG)
         yield lambda: command("codegen", "--all", "-o", "out")
@@ -129,7 +124,7 @@ def drifted(at: Place) -> Iterator[Callable[..., CheckResult]]:
 
     def checked(**options: bool) -> CheckResult:
         (result,) = check([str(config)], **options)
-        if not result.ok and (result.error or not options.get("rebase")):
+        if not result.ok:
             raise CodegenError(str(result))
         return result
 
@@ -149,46 +144,3 @@ def changed_original(at: Place) -> Steps:
         command("codegen", *words.split())
         assert "a = 7" in (at.tmp / "generated" / "out.py").read_text()
         assert checked().ok
-
-
-@advice("There is no {} beside the file to tell what it was; --diff writes it.")
-def unknown_original(at: Place) -> Steps:
-    with drifted(at) as checked:
-        (at.tmp / "generated" / "out.diff").unlink()
-        yield checked
-        module = at.tmp / "modeling_drifted.py"
-        module.write_text(edited(module.read_text(), ("a = 7", "a = 1")))
-        command("codegen", "drifted_patch_gen_config.py", "--diff")
-        module.write_text(edited(module.read_text(), ("a = 1", "a = 7")))
-        (change,) = checked(rebase=True).originals
-        assert "-    a = 1" in change.diff
-
-
-@advice(
-    "{} is there already, and differs from what --rebase would write: it may hold what was merged by hand. Take it "
-    "over into the config, or remove it."
-)
-def merged_by_hand(at: Place) -> Steps:
-    with drifted(at) as checked:
-        side = at.tmp / "generated" / "out.rebase"
-        checked(rebase=True)
-        side.write_text(side.read_text().replace("x + 1", "x + 2"))
-        yield lambda: checked(rebase=True)
-        text = side.read_text()
-        side.unlink()
-        assert "x + 1" in checked(rebase=True).merged[0].read_text()  # type: ignore[index]
-        merged = text[text.index("def f") :].rstrip().replace("\n", "\\n")
-        config = at.tmp / "drifted_patch_gen_config.py"
-        config.write_text(re.sub("'def f.*'", lambda _: f"'{merged}'", config.read_text()))
-        write(load_configs(str(config))[0], diff=True)
-        assert checked().ok
-        assert "return x + 2" in (at.tmp / "generated" / "out.py").read_text()
-
-
-@advice("--rebase merges with git, which is not installed. Install git.")
-def merged_without_git(at: Place) -> Steps:
-    with drifted(at) as checked, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", "")
-        yield lambda: checked(rebase=True)
-        patch.undo()
-        assert checked(rebase=True).merged == (at.tmp / "generated" / "out.rebase", 0)

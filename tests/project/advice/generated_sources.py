@@ -165,7 +165,7 @@ def a_patcher_of_a_config_that_has_none(at: Place) -> Steps:
             written_module(generate(config), at.tmp / "generated.py")
 
 
-@advice("{}: this file can't be read as Python, which finds {}. Save it as UTF-8.")
+@advice("{}: this file can't be read, as it isn't in UTF-8. Save it as UTF-8.")
 def files_that_are_no_text(at: Place) -> Steps:
     path = at.tmp / "modeling_checked.py"
     with importable(at.tmp):
