@@ -54,7 +54,8 @@ def original_optimizer_state_dict(model: nn.Module, optimizer: optim.Optimizer) 
             value by value, as Adam, SGD and their like do.
 
     Raises:
-        InvalidPatcherError: the optimizer isn't known to do so, or a conversion does more than move values.
+        InvalidPatcherError: the optimizer isn't known to do so, or a conversion or a layout to only move
+            values: those of transformers' operations that do, and of this package's fusions, are.
         PatchedWeightsError: parts of an original parameter are trained differently.
     """
     optimizer, names = _checked(model, optimizer)
@@ -156,15 +157,10 @@ def _checked(model: nn.Module, optimizer: optim.Optimizer) -> tuple[optim.Optimi
             f"{type(optimizer).__name__} {reason}, so its state for {listed(changed[0].fused)} isn't that for "
             f"{listed(changed[0].stock)}. {_SAME}."
         )
-    judged: dict[Any, bool] = {}
     for layout in changed:
-        # One conversion makes the weights of many layers.
-        key = (id(getattr(layout, "transform", layout)), layout.stock_shapes)
-        if key not in judged:
-            judged[key] = only_moves_values(layout)
-        if not judged[key]:
+        if not only_moves_values(layout):
             raise InvalidPatcherError(
-                f"{layout} does more than move values, so the state for {listed(layout.fused)} isn't that for "
+                f"{layout} isn't known to only move values, so the state for {listed(layout.fused)} isn't that for "
                 f"{listed(layout.stock)}. {_SAME}."
             )
     return optimizer, names
