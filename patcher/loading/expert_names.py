@@ -1,8 +1,7 @@
 """The names that a checkpoint has for the layers of single experts, where it has such.
 
-There such layers are saved as they are, under the names that the checkpoint itself has for them: no stack is made only
-to be cut again, and what a quantizer puts beside the weights of a layer (`weight_packed`, `weight_scale`), which no
-stack has a place for, goes with them.
+There such layers can be given as they are, under the names that the checkpoint itself has for them. What a quantizer
+puts beside the weights of a layer (`weight_packed`, `weight_scale`), which no stack has a place for, is saved so.
 """
 
 from __future__ import annotations

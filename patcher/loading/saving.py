@@ -46,6 +46,8 @@ class SavePlan:
         carrying: the modules whose parameters are others than in transformers.
         conversions: those of transformers, to be reversed.
         order: the place of each key in what the stock model saves: it decides which shard a tensor goes to.
+        one_by_one: whether experts that the checkpoint has one by one are given as they are. What stock cuts from one
+            stack goes into one shard, so for files a stack is made.
     """
 
     model: PreTrainedModel
@@ -54,6 +56,7 @@ class SavePlan:
     carrying: tuple[Carrier, ...] = ()
     conversions: tuple[WeightTransform, ...] = ()
     order: Mapping[str, int] = field(default_factory=dict)
+    one_by_one: bool = False
 
     @property
     def model_class(self) -> type[PreTrainedModel]:
@@ -84,7 +87,8 @@ class SavePlan:
         revert = reverted_from_scratch(self.model) if is_read else functools.partial(self._named, restored={})
         for each in self.carrying if not self._is_quantized_by_the_load else ():
             quantized, plain = named_as_in_checkpoint(each, state_dict, revert)
-            moved, same = moved | quantized, same | plain
+            moved |= quantized
+            same |= plain if self.one_by_one else {}
         # What is cut from a stack again as it was put there is what it was: the stack needs no values.
         others = {key: on_meta(each) if key in same else each for key, each in state_dict.items() if key not in moved}
         # What patchers have made, apart again; what is a tensor of a checkpoint then has only its renamings left.

@@ -14,6 +14,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias, get_args
@@ -171,7 +172,7 @@ class _Checkpoint:
         saved = {id(objects[name]): name for name in self.own}
         self.tied = {name: saved.get(id(objects[name]), "") for name in state if name not in self.own}
         tied = {id(objects[name]) for name in self.tied}
-        self.parts = plan_original_format(self.model).parts(self.own)
+        self.parts = replace(plan_original_format(self.model), one_by_one=True).parts(self.own)
         for plan, names in self.parts[:1]:  # what can't be told is often seen in the first
             self.shown(plan, names)
         for name in sorted(self.merging):
