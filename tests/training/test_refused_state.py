@@ -206,15 +206,12 @@ REFUSALS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         r"none are the optimizer's alone, model\.other the state's alone",
     ),
     "unknown state": (lambda state: state["state"].update(other={}), r"other the state's alone"),
-    "more groups": (
-        lambda state: state["param_groups"].append({**state["param_groups"][0], "params": ["lm_head.weight"]}),
-        r"The optimizer has 1 groups, and the state 2, with lm_head\.weight in those that are left\. Make the groups",
-    ),
     "other groups": (
         lambda state: state["param_groups"].append(
-            {**state["param_groups"][0], "params": [state["param_groups"][0]["params"].pop()]}
+            {**state["param_groups"][0], "lr": 1.0, "params": [state["param_groups"][0]["params"].pop()]}
         ),
-        r"Group 0 of the optimizer holds other parameters than any group of the state.* not lm_head.*, and nothing be",
+        r"Group 0 of the optimizer holds model\.embed_tokens.* and lm_head\.weight, of groups of the state that "
+        r"differ in lr\. Make the groups",
     ),
     "no names": (
         lambda state: state["param_groups"][0].update(params=[0, 1, 2]),
