@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeGuard
+from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
 import torch
 from torch import nn
@@ -47,9 +47,6 @@ class Layout:
         fused: those that they become, where that doesn't follow from the shapes.
         stock_shapes: the shapes of the first. The engine fills them in, from the module that it meets.
     """
-
-    #: whether parameters of any size go the same way
-    scales: ClassVar[bool] = False
 
     stock: tuple[str, ...]
     fused: tuple[str, ...] = ()

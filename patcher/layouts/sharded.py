@@ -108,13 +108,6 @@ def on_meta(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
-def lying_as_read(value: torch.Tensor) -> torch.Tensor:
-    """A tensor on the meta device that lies as one does once it is whole and in memory."""
-    if value.is_meta or isinstance(value, DTensor):
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
-    return on_meta(value)
-
-
 def gathered_on_first(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict with whole tensors in the memory of the CPU in the first process, and nothing in the others.
 

@@ -11,14 +11,13 @@ import ctypes
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from patcher.layouts.layouts import Cut, Layout, Rows
-from patcher.layouts.transforms import by_itself, is_alone, single
+from patcher.layouts.transforms import by_itself, single
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
@@ -132,17 +131,12 @@ class Computation:
 
     Args:
         convert: makes the tensors of those that it takes, by the names of the sources.
-        scales: whether it moves values in the same way, whatever the sizes of the tensors are.
     """
 
     def __init__(
-        self,
-        convert: Callable[[Mapping[Any, torch.Tensor]], Mapping[Any, torch.Tensor]],
-        sources: Mapping[Any, Any],
-        *,
-        scales: bool = False,
+        self, convert: Callable[[Mapping[Any, torch.Tensor]], Mapping[Any, torch.Tensor]], sources: Mapping[Any, Any]
     ) -> None:
-        self.convert, self.sources, self.scales = convert, sources, scales
+        self.convert, self.sources = convert, sources
         self._lock = threading.Lock()
         #: what will be read
         self.expected: set[Any] = set()
@@ -192,46 +186,9 @@ def fused_sources(layout: Layout, sources: Sequence[Any]) -> list[Any]:
         # What shares a storage, tools that save take for tied.
         return {number: by_itself(tensor) for number, tensor in enumerate(made)}
 
-    if (uncut := _uncut(layout, sources)) is not None:
-        return uncut
     group = Computation(fuse, dict(enumerate(sources)))
     shapes, dtype = layout.fused_shapes(), dtype_of(sources[0])
     return [Computed(group, number, shape, dtype) for number, shape in enumerate(shapes)]
-
-
-@torch.no_grad()
-def _uncut(layout: Layout, sources: Sequence[Any]) -> list[Any] | None:
-    """The tensors of a checkpoint that stock stacks and a layout cuts apart again; None where they aren't the same.
-
-    Small tensors that are numbered throughout go the same way: each has to come out as it went in.
-    """
-    stack = sources[0]
-    if not (layout.scales and len(sources) == 1 and isinstance(stack, Computed) and stack.group.scales):
-        return None
-    group, shape = stack.group, layout.fused_shapes()[0]
-    keys = [key for key, source in group.sources.items() if shape_of(source) == shape]
-    if len({dtype_of(source) for source in group.sources.values()}) > 1:
-        return None  # joined, they would have one
-    small = tuple(range(2, 2 + len(shape)))
-    count = torch.Size(small).numel()
-    numbered = {key: torch.arange(count).view(small) + count * place for place, key in enumerate(group.sources)}
-    try:
-        made = group.convert(numbered)[stack.name]
-        pieces = replace(layout, stock_shapes=(tuple(made.shape),)).fuse([made])
-    except Exception:  # what can't be run on small tensors is computed
-        return None
-    known = {int(numbered[key].flatten()[0]): key for key in keys if _is_alone(group.sources[key])}
-    found = [known.get(int(piece.flatten()[0])) for piece in pieces]
-    if len(set(found)) < len(found) or not all(  # two parameters of one tensor would be tied
-        key is not None and torch.equal(piece, numbered[key]) for key, piece in zip(found, pieces, strict=True)
-    ):
-        return None
-    group.expected.discard(stack.name)
-    return [group.sources[key] for key in found]
-
-
-def _is_alone(source: Any) -> bool:
-    return not isinstance(source, torch.Tensor) or is_alone(source)
 
 
 def joined(pieces: list[torch.Tensor]) -> torch.Tensor:

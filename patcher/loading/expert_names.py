@@ -1,8 +1,7 @@
 """The names that a checkpoint has for the layers of single experts, where it has such.
 
-A quantizer puts tensors beside the weights of a layer (`weight_packed`, `weight_scale`), which no stack has a place
-for. Checkpoints that hold experts one by one do: there such layers are saved as they are, under the names that the
-checkpoint itself has for them.
+There such layers can be given as they are, under the names that the checkpoint itself has for them. What a quantizer
+puts beside the weights of a layer (`weight_packed`, `weight_scale`), which no stack has a place for, is saved so.
 """
 
 from __future__ import annotations
@@ -26,13 +25,18 @@ def named_as_in_checkpoint(
     carrier: Carrier,
     state_dict: Mapping[str, torch.Tensor],
     revert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
-) -> dict[str, str]:
-    """Key of a state dict -> the key of a checkpoint, of what belongs to the quantized experts of a module.
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Key of a state dict -> the key of a checkpoint, of what belongs to the experts of a module.
 
     Args:
         revert: gives the checkpoint that stacks are saved as.
+
+    Returns:
+        All of those that are quantized, and the weights of the others.
     """
-    prefix, result = carrier.prefix, {}
+    prefix = carrier.prefix
+    quantized: dict[str, str] = {}
+    plain: dict[str, str] = {}
     for layout in carrier.carried.layouts:
         if not isinstance(layout, Matrices) or not layout.fused[0].endswith(".weight"):
             continue
@@ -44,15 +48,15 @@ def named_as_in_checkpoint(
                 layer = "".join(f"{part}." for part in key.removeprefix(prefix).split(".")[:depth])
                 if layer in layers:
                     own[key] = layer
-        plain = {f"{prefix}{layer}{kind}" for layer in layers for kind in ("weight", "bias")}
-        if own.keys() <= plain and not any(is_quantized(state_dict[key]) for key in own):
-            continue
+        known = {f"{prefix}{layer}{kind}" for layer in layers for kind in ("weight", "bias")}
+        is_plain = own.keys() <= known and not any(is_quantized(state_dict[key]) for key in own)
         names = keys_of_experts(prefix, layout, revert)
         for key, layer in own.items():
-            if layers[layer] in names:
+            if layers[layer] in names and not (is_plain and key.endswith("bias")):
                 start = f"{prefix}{layer}"
-                result[key] = names[layers[layer]].removesuffix("weight") + key.removeprefix(start)
-    return result
+                name = names[layers[layer]].removesuffix("weight") + key.removeprefix(start)
+                (plain if is_plain else quantized)[key] = name
+    return quantized, plain
 
 
 def quantized_experts(
@@ -111,17 +115,20 @@ def keys_of_experts(
 ) -> dict[str, str]:
     """Parameter of one expert -> the key that it is saved under, {} where not each has a key of its own.
 
-    Found by saving a stack of matrices of one number each, which says whose it is.
+    Found by saving a stack of small matrices, whose numbers say whose they are: each has to come out as it went in.
     """
-    experts = layout.stock_shapes[0][0]
-    shape = (experts, 1, layout.parts) if layout.transposed else (experts, layout.parts, 1)
+    experts, rows = layout.stock_shapes[0][0], 2 * layout.parts
+    shape = (experts, 3, rows) if layout.transposed else (experts, rows, 3)
     small = replace(layout, stock_shapes=(shape,))
-    (stack,) = small.separate([torch.full((1, 1), float(number)) for number in range(len(layout.fused))])
+    given = [torch.arange(6.0).view(2, 3) + 6 * number for number in range(len(layout.fused))]
+    (stack,) = small.separate(given)
     try:
         found = revert({f"{prefix}{layout.stock[0]}": stack})
     except Exception:  # an operation that looks at shapes: then it isn't known
         return {}
-    numbers = {int(value): key for key, value in found.items() if value.numel() == 1 and key.endswith(".weight")}
-    if len(found) != len(layout.fused) or numbers.keys() != set(range(len(layout.fused))):
+    numbers = {int(value.flatten()[0]) // 6: key for key, value in found.items() if key.endswith(".weight")}
+    if len(found) != len(given) or numbers.keys() != set(range(len(given))):
+        return {}
+    if not all(torch.equal(found[numbers[number]], each) for number, each in enumerate(given)):
         return {}
     return {name: numbers[number] for number, name in enumerate(layout.fused)}

@@ -270,7 +270,8 @@ def _idle(where: str, transform: WeightTransform, keys: Iterable[str], parameter
     renaming = copy_transform(transform)
     made = folded({name for name, pattern in map(renaming.rename_source_key, keys) if pattern is not None})
     if not made:
-        return idle_source(where, transform, source_patterns(transform)[0], keys, of_several=False)
+        nearest_keys = suggest(source_patterns(transform)[0], folded(keys), "checkpoint keys")
+        return f"{where}: {describe(transform)} took no tensor; {nearest_keys}"
     known = folded(parameters)
     if where.endswith(".conversion_mapping") and made[0] in known:
         return (
@@ -281,12 +282,6 @@ def _idle(where: str, transform: WeightTransform, keys: Iterable[str], parameter
         f"{where}: {describe(transform)} makes {', '.join(map(cut, made[:3]))}, which the model doesn't have; "
         f"{suggest(made[0], known, 'parameters')}"
     )
-
-
-def idle_source(where: str, transform: WeightTransform, text: str, keys: Iterable[str], *, of_several: bool) -> str:
-    """What is said of a source that took nothing; `of_several`: others of the conversion did."""
-    what = f"{text!r} of {describe(transform)}" if of_several else describe(transform)
-    return f"{where}: {what} took no tensor; {suggest(text, folded(keys), 'checkpoint keys')}"
 
 
 # --- names ---------------------------------------------------------------------------------------------------------

@@ -7,22 +7,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from transformers import PreTrainedModel
-
-from patcher.compat.conversions import source_patterns
-from patcher.compat.models import named_modules, named_parameters, ties
+from patcher.compat.models import named_parameters, ties
 from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, tell_blocks
 from patcher.errors import PatchedWeightsError
 from patcher.expressions import search
-from patcher.layouts.conversion import Converted
 from patcher.layouts.selection import converts
-from patcher.layouts.sources import shape_of
 from patcher.layouts.transforms import is_concatenation
-from patcher.loading.findings import folded, found_by_reading, idle_source, ordered
+from patcher.loading.findings import folded, found_by_reading, ordered
 from patcher.loading.load import Loaded, Selected
 from patcher.loading.routes import Routing
 from patcher.loading.unfit import Unfit
-from patcher.patterns import inside, without_numbers
+from patcher.patterns import inside
 
 
 def judge(
@@ -51,9 +46,6 @@ def judge(
     if routing.failure is not None:
         diagnostics = replace(diagnostics, errors=(*diagnostics.errors, routing.failure))
     else:
-        made = {name for route in routing.routes if route.by for name in route.parameters}
-        if not made.isdisjoint(info.conversion_errors):
-            raise PatchedWeightsError(failed_text(info.conversion_errors, selected.model))
         outcome = found_by_reading(selected, routing, checkpoint, info.unexpected_keys)
         if selected.dry_run is None:
             tell_blocks(outcome)
@@ -103,7 +95,8 @@ class _Weights:
         self.selected, self.routing, self.checkpoint, self.info = selected, routing, checkpoint, info
         self.model = model = selected.model
         self.patchers = [entry.patcher for entry in selected.in_force if not entry.is_registry]
-        self.missing = set(info.missing_keys)
+        # What a quantizer has raised for, transformers raises for itself, at the end.
+        self.missing = set(info.missing_keys) - info.conversion_errors.keys()
         #: parameter -> the conversion of a patcher that makes it
         self.made_by = {name: route.text for route in routing.routes if route.by for name in route.parameters}
         self.mismatched = {
@@ -144,8 +137,7 @@ class _Weights:
             self.left_over -= stock.unexpected
         if not self.patchers or not (self.absent or self.left_over):
             return None
-        failed = {key: text for key, text in self.info.conversion_errors.items() if key in self.absent}
-        return PatchedWeightsError(failed_text(failed, self.model) if failed else self._text())
+        return PatchedWeightsError(self._text())
 
     def _torn(self) -> PatchedWeightsError | None:
         """The error for a runtime layout whose modules aren't fused here, as the config says that they are.
@@ -199,27 +191,13 @@ class _Weights:
         if self.left_over:
             lines.append("In the checkpoint, and unused:")
             lines += self._listed(self.left_over)
-        lines += self._idle_sources()
-        suggested = missing_conversions(
-            {name: tuple(own[name].shape) for name in own if name in absent - misfits},
-            {key: shape_of(self.checkpoint[key]) for key in self.checkpoint if key in self.left_over},
-            self.checkpoint.keys() - self.left_over,
-        )
-        if suggested:
-            lines.append(
-                "The checkpoint has tensors of these shapes under other names. Convert them "
-                "(from transformers.core_model_loading):"
-            )
-            lines.append(f"  extra_weight_conversions=[{', '.join(suggested)}]")
-            lines.append("Names and shapes can't tell whether they are in this order: patcher.verify does.")
-            lines.append("To declare them new would leave them as __init__ makes them, as a rule random.")
         turned = transposing(each for each in self.info.mismatched_keys if each[0] not in self.made_by)
         if turned:
             lines.append("The checkpoint has some transposed. Convert them (from transformers.core_model_loading):")
             lines.append(f"  extra_weight_conversions=[{', '.join(turned)}]")
         if misfits & self.made_by.keys():
             lines.append("Correct the conversion, or give the parameter the shape that the conversion makes.")
-        elif not suggested and not turned:
+        elif not turned:
             lines.append(
                 "If a conversion is missing, add it: "
                 "extra_weight_conversions=[WeightConverter([...], [...], operations=[...])]."
@@ -241,119 +219,13 @@ class _Weights:
             by_text.setdefault(f": {self.mismatched[key]}" if key in self.mismatched else "", []).append(key)
         return [f"  {name}{text}" for text, names in by_text.items() for name in folded(names)]
 
-    def _idle_sources(self) -> list[str]:
-        """What is said of source patterns that took nothing while others of the same conversion did."""
-        taken: dict[Any, set[str]] = {}
-        for route in self.routing.routes:
-            if route.by and isinstance(route.layout, Converted):
-                taken.setdefault(route.by[-1], set()).update(route.layout.patterns)
-        return [
-            idle_source("extra_weight_conversions", added.transform, text, self.checkpoint, of_several=True)
-            for added, patterns in taken.items()
-            for text, pattern in zip(source_patterns(added.transform), added.transform.source_patterns, strict=True)
-            if pattern not in patterns
-        ]
-
 
 def _above(key: str, levels: int) -> str:
     """The path some levels above a name; "" where there is none."""
     return ".".join(key.split(".")[:-levels])
 
 
-def failed_text(failed: Mapping[str, str], model: PreTrainedModel) -> str:
-    """What a quantizer has raised for parameters that are therefore missing, from what transformers has kept of it."""
-    reasons: dict[str, list[str]] = {}
-    for key, text in failed.items():
-        lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-        # A traceback, the line of the error, the error again, what it was doing.
-        raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
-        reasons.setdefault("".join(raised[:1] or lines[-1:]), []).append(key)
-    listed = "".join(f"  {', '.join(folded(keys)[:3])}: {reason}\n" for reason, keys in reasons.items())
-    # Some quantizers look for these in names of modules, some in names of parameters, from the beginning.
-    layers = sorted({rf".*\.{key.split('.')[-2]}" for key in failed if "." in key})
-    # The head they leave out by themselves, until they are given a list.
-    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    layers += [path for path, module in named_modules(model) if module is head]
-    return (
-        f"These weights are in the checkpoint, and quantizing them failed:\n{listed}"
-        "They aren't new, and the patcher isn't the cause. Give the quantization config what it asks for, or leave "
-        f"these layers out of it: modules_to_not_convert={layers!r}."
-    )
-
-
 # --- what to add to a patcher, as code -------------------------------------------------------------------------------
-
-
-Shapes = Mapping[str, tuple[int, ...]]
-
-
-def missing_conversions(absent: Shapes, left_over: Shapes, others: Iterable[str]) -> list[str]:
-    """The conversions from what is left over to what is absent, as code.
-
-    Args:
-        absent: parameters that the checkpoint lacks.
-        left_over: keys of the checkpoint that nobody takes.
-        others: the keys that somebody takes, so that no conversion takes them away.
-    """
-    layers: dict[tuple[str, ...], tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]] = {}
-    for number, shapes in enumerate((absent, left_over)):
-        for name, shape in shapes.items():
-            layers.setdefault(tuple(re.findall(r"(?<![^.])\d+(?![^.])", name)), ({}, {}))[number][name] = shape
-    found = [_of_layer(*layer) for layer in layers.values()]
-    alike = {tuple((without_numbers(name), *map(without_numbers, keys)) for name, keys in pairs) for pairs in found}
-    if len(alike) != 1:
-        return []
-    taken = list(others)
-    return [_code(name, keys, taken) for name, keys in found[0]]
-
-
-def _of_layer(absent: Shapes, left_over: Shapes) -> list[tuple[str, tuple[str, ...]]]:
-    """(parameter, the keys that it is made of), of one layer."""
-    pairs: list[tuple[str, tuple[str, ...]]] = []
-    free = dict(left_over)
-    for name, shape in absent.items():
-        same = [key for key in free if free[key] == shape]
-        if len(same) == 1 and list(absent.values()).count(shape) == 1:
-            pairs.append((name, (same[0],)))
-            del free[same[0]]
-    done = dict(pairs)
-    for name, shape in absent.items():
-        if name in done or not shape:
-            continue
-        leaf = name.rpartition(".")[2]
-        parts = [key for key, found in free.items() if key.rpartition(".")[2] == leaf and found[1:] == shape[1:]]
-        wanted = [other for other, found in absent.items() if other not in done and other.rpartition(".")[2] == leaf]
-        if len(parts) > 1 and len(wanted) == 1 and sum(free[key][0] for key in parts) == shape[0]:
-            pairs.append((name, tuple(sorted(parts, key=lambda key: _place(key, name, parts)))))
-    return pairs
-
-
-def _place(key: str, joined: str, parts: Sequence[str]) -> tuple[int, int]:
-    """Where the name of a joined parameter names a part: `gate` comes first in `gate_up_proj`, `q` in `qkv_proj`."""
-    own, whole = (name.split(".")[-2] if "." in name else name for name in (key, joined))
-    at = whole.find(own.split("_")[0])
-    return (at if at >= 0 else len(whole), parts.index(key))
-
-
-def _code(name: str, keys: Sequence[str], others: Iterable[str]) -> str:
-    sources, target = _tails([*keys], others), ""
-    if sources:
-        target = ".".join(name.split(".")[-len(sources[0].split(".")) :])
-    else:  # a tail would take what others need: the whole names, with their numbers as groups
-        sources = ["^" + re.sub(r"(?<![^.])\d+(?![^.])", r"(\\d+)", key).replace(".", r"\.") + "$" for key in keys]
-        numbers = iter(range(1, name.count(".") + 2))
-        target = re.sub(r"(?<![^.])\d+(?![^.])", lambda match: rf"\{next(numbers)}", name)
-    if len(sources) == 1:
-        return f"WeightRenaming({sources[0]!r}, {target!r})"
-    return f"WeightConverter({sources!r}, [{target!r}], operations=[Concatenate(dim=0)])"
-
-
-def _tails(keys: list[str], others: Iterable[str]) -> list[str]:
-    """The ends of the keys, behind the last number, if nothing else ends so and they have one length."""
-    tails = [re.split(r"(?<![^.])\d+\.", key)[-1] for key in keys]
-    if len({tail.count(".") for tail in tails}) > 1 or tails == keys:
-        return tails if tails == keys and len(tails) == 1 else []
-    return [] if any(tail in other for tail in tails for other in others) else tails
 
 
 def transposing(mismatched: Iterable[tuple[str, Iterable[int], Iterable[int]]]) -> list[str]:

@@ -18,8 +18,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi
-
 from patcher.checkpoints.weight_files import VARIANT, is_default, is_layout, whole_names
 from patcher.compat.files import has_file
 from patcher.errors import InvalidPatcherError, PatchedWeightsError
@@ -76,8 +74,8 @@ def _named(names: list[str], weights: str | Path, where: Any) -> list[str]:
     )
 
 
-def check_variant(variant: str | None, *, in_layout: bool) -> None:
-    """Raise for a variant that a save is asked for and can't be.
+def check_place(variant: str | None, *, is_pushed: bool, in_layout: bool) -> None:
+    """Raise for a variant that a save can't be, and for a repo where a runtime layout may lie beside other weights.
 
     Raises:
         InvalidPatcherError: with what to write instead.
@@ -87,6 +85,12 @@ def check_variant(variant: str | None, *, in_layout: bool) -> None:
             f"variant={variant!r} was requested together with save_original_format=False: weights in a runtime layout "
             f"are written as the variant {VARIANT!r}, by which a load finds them, and as no other. Leave variant out, "
             "or save in the original format (the default)."
+        )
+    if in_layout and is_pushed:
+        raise InvalidPatcherError(
+            "push_to_hub=True was requested together with save_original_format=False: an upload deletes nothing, and "
+            "weights in a runtime layout never lie beside others. Save them into a folder, and upload that to a repo "
+            "of its own with huggingface_hub.upload_folder; or save in the original format (the default)."
         )
     if not in_layout and variant == VARIANT:
         raise InvalidPatcherError(
@@ -119,27 +123,3 @@ def remove_weights(folder: str | os.PathLike[str]) -> None:
     for file in Path(folder).iterdir():
         if file.suffix in (".safetensors", ".bin") or is_layout(file.name) or is_default(file.name):
             file.unlink()
-
-
-def check_upload(repo: str, token: Any, options: Mapping[str, Any]) -> str:
-    """Raise where an upload would put a runtime layout beside other weights: an upload deletes nothing.
-
-    Args:
-        repo: where it goes; it is made if there is none.
-        options: what `huggingface_hub.create_repo` takes, which transformers calls as well.
-
-    Returns:
-        The repo, with its namespace.
-
-    Raises:
-        PatchedWeightsError: with what to do instead.
-    """
-    given = {key: options[key] for key in ("private", "repo_type") if key in options}
-    repo = HfApi().create_repo(repo, token=token, exist_ok=True, **given).repo_id
-    if default := _found(repo, {"token": token}, None):
-        raise PatchedWeightsError(
-            f"{repo} holds {', '.join(default)}, and weights in a runtime layout never lie beside others: which of "
-            "them are meant can't be known. Push to a repo without them, or delete them first: "
-            f"huggingface_hub.HfApi().delete_files({repo!r}, {default!r})."
-        )
-    return repo

@@ -29,8 +29,7 @@ from patcher.compat.models import named_parameters, state_tensors, state_to_save
 from patcher.construction.in_force import FUSION_CONFIG, LAYOUT
 from patcher.errors import InvalidPatcherError, PatchedWeightsError, warn
 from patcher.expressions import search
-from patcher.layouts.pieces import Piece
-from patcher.layouts.sharded import split_like, whole
+from patcher.layouts.sharded import on_meta, split_like, whole
 from patcher.loading.findings import ordered
 from patcher.loading.judgement import expressions_for
 from patcher.loading.load import Loaded, Request
@@ -166,12 +165,14 @@ def new_weights(model: PreTrainedModel, plan: SavePlan | None = None) -> dict[st
         return {}
     stock = skeleton(record.model_class, model.config)
     known = stock_revert(stock, dict(stock.state_dict())).keys()
-    made = (plan or plan_original_format(model)).all_pieces(state_to_save(model))
-    owners = {name: next(iter(piece.own)) for name, piece in made.items() if isinstance(piece, Piece)}
+    given = {name: on_meta(value) for name, value in state_to_save(model).items()}
+    owners = {id(value): name for name, value in given.items()}
+    made = (plan or plan_original_format(model)).saved_state_dict(given)
+    new = {name: owners[id(value)] for name, value in made.items() if name not in known and id(value) in owners}
     return {
         name: own
-        for name, own in owners.items()
-        if name not in known and (own in record.new_weights or any(search(each, own) for each in expressions))
+        for name, own in new.items()
+        if own in record.new_weights or any(search(each, own) for each in expressions)
     }
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any
 
@@ -27,6 +27,7 @@ from transformers.core_model_loading import WeightTransform
 from patcher.compat.conversions import copy_transform, dot_natural_key, stock_revert
 from patcher.compat.models import ModelView, state_tensors, ties
 from patcher.errors import PatchedWeightsError
+from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.carried import fused_modules
 from patcher.layouts.conversion import Alike, Converted, Group, convert, made_by_name
 from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
@@ -34,8 +35,8 @@ from patcher.layouts.names import Named, Names
 from patcher.layouts.operations import joins_unequal, only_moves
 from patcher.layouts.selection import Added
 from patcher.layouts.sources import Computation, Computed, dtype_of, fused_sources, in_blocks, shape_of
-from patcher.layouts.transforms import describe, has_known_operations, single
-from patcher.loading.expert_names import quantized_experts
+from patcher.layouts.transforms import describe, has_known_operations, is_alone, single
+from patcher.loading.expert_names import keys_of_experts, quantized_experts, reverted_from_scratch
 from patcher.loading.unfit import Unfit, failure, inside_and_outside
 from patcher.patterns import compress, inside
 
@@ -189,10 +190,15 @@ def stock_parameters(
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """A parameter of the model as transformers has it: what it is read from, and the keys that it takes."""
+    """A parameter of the model as transformers has it: what it is read from, and the keys that it takes.
+
+    Attributes:
+        stacked: what the checkpoint has for these, if transformers only moves their values.
+    """
 
     source: Any
     keys: tuple[str, ...]
+    stacked: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -229,6 +235,11 @@ class _Router:
         self.unfit = Unfit()
         self.unused: dict[str, str] = {}
         self.alike = Alike()
+
+    @cached_property
+    def revert(self) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+        """Gives the checkpoint that stacks are saved as."""
+        return reverted_from_scratch(self.model)
 
     def run(self) -> Routing:
         as_they_are = quantized_experts(self.model, self.checkpoint, self.fused, self.own) if self.is_quantized else {}
@@ -354,12 +365,13 @@ class _Router:
             return
         sources = {key: self.routing.rest.pop(key) for key in group.keys}
         run = partial(self._run, layout, is_carried)
-        computation = Computation(run, sources, scales=only_moves(group.transform))
+        computation = Computation(run, sources)
+        is_stacked = only_moves(group.transform) and not (is_ours or self.conversions.requested)
         dtype = dtype_of(next(iter(sources.values()))) if sources else ""
         for name, shape in shapes.items():
             source = Computed(computation, name, shape, dtype)
             if name in self.wanted:
-                self.parts[name] = _Part(source, group.keys)
+                self.parts[name] = _Part(source, group.keys, sources if is_stacked else {})
             else:
                 self.routing.sources[name] = source
 
@@ -460,8 +472,8 @@ class _Router:
         routing.is_runtime_layout = bool(already)
         share(routing.rest, at, self.layouts)
         self.unfit.companions += self._companions({path for path, *_ in self.fused} if self.is_quantized else set())
-        own_names = (layout for each in self.fused for layout in each.carried.layouts)
-        for layout, shown in zip(self.layouts, own_names, strict=True):
+        own_names = ((each.prefix, layout) for each in self.fused for layout in each.carried.layouts)
+        for layout, (prefix, shown) in zip(self.layouts, own_names, strict=True):
             found = [self.parts[name] for name in layout.stock if name in self.parts]
             if not found:
                 routing.parts_of |= dict.fromkeys(layout.fused, layout.stock)
@@ -481,13 +493,25 @@ class _Router:
             routing.routes.append(Route(keys, layout.fused, shown))
             self.shapes |= zip(layout.fused, map(tuple, layout.fused_shapes()), strict=True)
             if self.dtype is not None:
-                sources = fused_sources(layout, [part.source for part in found])
+                sources = self._one_by_one(prefix, shown, found[0]) or fused_sources(layout, [p.source for p in found])
                 routing.sources |= zip(layout.fused, sources, strict=True)
             if twice := already.intersection(layout.fused):
                 self.unfit.twice.append(f"{min(twice)} twice: as it is, and as {', '.join(keys)}")
         if already:
             routing.parts_of = {}  # what such a checkpoint lacks, it lacks under its own names
         routing.problem = self.unfit.error()
+
+    def _one_by_one(self, prefix: str, layout: Layout, part: _Part) -> list[Any]:
+        """What a checkpoint has for each layer of a layout that stock would stack first; none where it hasn't that."""
+        if not (isinstance(layout, Matrices) and part.stacked):
+            return []
+        names, shape = keys_of_experts(prefix, layout, self.revert), layout.fused_shapes()[0]
+        found = [part.stacked.get(names.get(name, "")) for name in layout.fused]
+        is_one_dtype = len(set(map(dtype_of, part.stacked.values()))) == 1  # joined, they would have one
+        if not is_one_dtype or any(each is None or shape_of(each) != shape or _is_cut(each) for each in found):
+            return []
+        part.source.group.expected.discard(part.source.name)
+        return found
 
     def _companions(self, quantized: AbstractSet[str]) -> list[str]:
         """The keys of what a quantizer has put beside weights that are fused.
@@ -537,6 +561,11 @@ def share(rest: dict[str, Any], read: Mapping[str, str], layouts: Iterable[Layou
         for target in layout.fused:
             if target in read:
                 rest[read[target]] = in_blocks(layout, rest[read[target]])
+
+
+def _is_cut(source: Any) -> bool:
+    """Whether other tensors lie in the storage of one, which tools that save would take for tied."""
+    return isinstance(source, torch.Tensor) and not is_alone(source)
 
 
 def _is_below(key: str, paths: AbstractSet[str]) -> bool:

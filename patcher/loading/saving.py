@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming, WeightTransform
 
@@ -29,8 +28,7 @@ from patcher.errors import PatchedWeightsError
 from patcher.fusions.base import Fusion
 from patcher.layouts.carried import Carrier, carriers, fused_modules, separated
 from patcher.layouts.layouts import lies_in_blocks
-from patcher.layouts.pieces import Piece, UntracedError, Values, traced
-from patcher.layouts.sharded import lying_as_read, on_meta, one_piece
+from patcher.layouts.sharded import on_meta
 from patcher.layouts.transforms import describe, identity
 from patcher.loading.expert_names import named_as_in_checkpoint, reverted_from_scratch
 from patcher.loading.record import PatchRecord, record_of
@@ -48,6 +46,8 @@ class SavePlan:
         carrying: the modules whose parameters are others than in transformers.
         conversions: those of transformers, to be reversed.
         order: the place of each key in what the stock model saves: it decides which shard a tensor goes to.
+        one_by_one: whether experts that the checkpoint has one by one are given as they are. What stock cuts from one
+            stack goes into one shard, so for files a stack is made.
     """
 
     model: PreTrainedModel
@@ -56,6 +56,7 @@ class SavePlan:
     carrying: tuple[Carrier, ...] = ()
     conversions: tuple[WeightTransform, ...] = ()
     order: Mapping[str, int] = field(default_factory=dict)
+    one_by_one: bool = False
 
     @property
     def model_class(self) -> type[PreTrainedModel]:
@@ -80,86 +81,77 @@ class SavePlan:
             PatchedWeightsError: something in it can't be restored.
         """
         moved: dict[str, str] = {}
+        same: dict[str, str] = {}
         # The load of a quantized checkpoint has read such layers as they are, and run no conversion of stacks.
         is_read = getattr(self.model, "hf_quantizer", None) is not None
         revert = reverted_from_scratch(self.model) if is_read else functools.partial(self._named, restored={})
         for each in self.carrying if not self._is_quantized_by_the_load else ():
-            # Experts that a tool has quantized, where the checkpoint has names for each.
-            moved |= named_as_in_checkpoint(each, state_dict, revert)
-        others = {key: each for key, each in state_dict.items() if key not in moved}
+            quantized, plain = named_as_in_checkpoint(each, state_dict, revert)
+            moved |= quantized
+            same |= plain if self.one_by_one else {}
+        # What is cut from a stack again as it was put there is what it was: the stack needs no values.
+        others = {key: on_meta(each) if key in same else each for key, each in state_dict.items() if key not in moved}
         # What patchers have made, apart again; what is a tensor of a checkpoint then has only its renamings left.
         tensors, converted = separated(list(self.carrying), others)
         rest = {name: tensor for name, tensor in tensors.items() if name not in converted}
         restored = {name: tensor for name, tensor in tensors.items() if name in converted}
-        return self._named(rest, restored) | {name: state_dict[key] for key, name in moved.items()}
+        return self._named(rest, restored) | {name: state_dict[key] for key, name in {**same, **moved}.items()}
 
-    @torch.inference_mode(False)  # in which operations aren't shown as what they are made of
-    def pieces(self, state_dict: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Where in the state dict the tensors of `saved_state_dict` lie, found without values; others as they are.
+    def shown(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What `saved_state_dict` makes, without values: on the meta device this costs nothing.
 
-        One layer after the other, each once it is wanted: there may be thousands of tensors.
-
-        Raises:
-            PatchedWeightsError: something in it can't be restored, or not one by one.
-        """
-        for names, carrying in self._apart(state_dict):
-            part, block = replace(self, carrying=carrying), {name: state_dict[name] for name in names}
-            others = {
-                n: each for n, each in block.items() if type(one_piece(each)) not in (torch.Tensor, nn.Parameter)
-            }
-            tensors = {name: lying_as_read(each) for name, each in block.items() if name not in others}
-            try:
-                yield traced(part.saved_state_dict, tensors, others)
-            except UntracedError:
-                raise PatchedWeightsError(
-                    f"A conversion of {type(self.model).__name__} writes into the tensors that it is given, or reads "
-                    "them as another type, so its weights can't be told one by one. Write its operations without that."
-                ) from None
-
-    def all_pieces(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of `pieces`, of all layers.
+        A tensor of a quantizer's own type is left as it is: by its type it says that it can't be taken apart.
 
         Raises:
-            PatchedWeightsError: as `pieces`.
+            PatchedWeightsError: something in it can't be restored, or a conversion would change the model.
         """
-        return {name: each for block in self.pieces(state_dict) for name, each in block.items()}
+        with torch.inference_mode(False), torch.no_grad():
+            given = {key: on_meta(value) for key, value in state_dict.items()}
+            versions = {key: value._version for key, value in given.items() if value.is_meta}
+            result = self.saved_state_dict(given)
+        if any(given[key]._version != version for key, version in versions.items()):
+            raise PatchedWeightsError(
+                f"A conversion of {type(self.model).__name__} writes into the tensors that it is given, so a save "
+                "would change the model. Write its operations without that."
+            )
+        return result
 
-    def _apart(self, names: Iterable[str]) -> list[tuple[list[str], tuple[Carrier, ...]]]:
-        """A state dict in parts that are saved independently of each other, in the order of a save.
+    def parts(self, names: Iterable[str]) -> list[tuple[SavePlan, list[str]]]:
+        """The names of a state dict in parts that are saved independently of each other, in the order of a save.
 
         A part is a numbered layer, a module that carries layouts, or a tensor; or several, if they are converted
         together.
-
-        Returns:
-            The names of each part, and the modules in it that carry layouts.
         """
         paths = {in_state_dict(each.path) for each in self.carrying}
-        if self.order or "" in paths or any(map(depends_on_others, self.conversions)):
-            return [(list(names), self.carrying)]
+        if "" in paths or any(map(depends_on_others, self.conversions)):
+            return [(self, list(names))]
 
         def head(name: str) -> str:
             heads = accumulate(name.split("."), "{}.{}".format)
             return next((each for each in heads if each in paths or each[-1].isdigit()), name)
 
-        parts: dict[str, list[str]] = defaultdict(list)
+        own: dict[str, list[str]] = defaultdict(list)
         for name in names:
-            parts[head(name)].append(name)
+            own[head(name)].append(name)
         carrying: dict[str, list[Carrier]] = defaultdict(list)
         for each in self.carrying:
             carrying[head(in_state_dict(each.path))].append(each)
         is_sorted = self.conversions or (self.record is not None and self.record.read)
-        heads = sorted(parts, key=dot_natural_key) if is_sorted else list(parts)
+        heads = sorted(own, key=dot_natural_key) if is_sorted else list(own)
+        if self.order:
+            places = {head(key): place for key, place in reversed(list(self.order.items()))}
+            heads.sort(key=lambda each: places.get(each, len(self.order)))
         ends, first = list(range(len(heads))), dict[str, int]()
         if (together := reversed_together(self.conversions)) is not None:
             for number, at in enumerate(heads):
                 stock = {n: layout.stock for each in carrying[at] for layout in each.all for n in layout.fused}
-                for name in dict.fromkeys(each for own in parts[at] for each in stock.get(own, (own,))):
+                for name in dict.fromkeys(each for n in own[at] for each in stock.get(n, (n,))):
                     if (group := together(name)) is not None:
                         ends[first.setdefault(group, number)] = number
-        result, end = list[tuple[list[str], tuple[Carrier, ...]]](), -1
+        result, end = list[tuple[SavePlan, list[str]]](), -1
         for number, at in enumerate(heads):
-            given = result.pop() if number <= end else ([], ())
-            result.append(([*given[0], *parts[at]], (*given[1], *carrying[at])))
+            before, given = result.pop() if number <= end else (replace(self, carrying=()), [])
+            result.append((replace(self, carrying=(*before.carrying, *carrying[at])), [*given, *own[at]]))
             end = max(end, ends[number])
         return result
 
@@ -189,9 +181,9 @@ class SavePlan:
             return dict(sorted(rest.items(), key=lambda pair: dot_natural_key(pair[0])))
         view = self._view(rest)
         result = stock_revert(view, rest, list(self.conversions)) | stock_revert(view, restored, renamings)
-        return self._sorted(result) if self.order or restored else result
+        return self.in_order(result) if self.order or restored else result
 
-    def _sorted(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def in_order(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         keys = sorted(state_dict, key=lambda key: (self.order.get(key, len(self.order)), dot_natural_key(key)))
         return {key: state_dict[key] for key in keys}
 
@@ -228,8 +220,7 @@ def plan_saving(
         return SavePlan(model, record, original_format)
     plan = plan_original_format(model)
     given = model.state_dict() if state_dict is None else state_dict
-    # On meta this costs nothing; a tensor of a quantizer's own type says by its type that it can't be taken apart.
-    plan.saved_state_dict({key: on_meta(value) for key, value in given.items()})
+    plan.shown(given)
     return plan
 
 
@@ -302,23 +293,31 @@ class OffloadedCheckpoint(dict[str, Any]):
     """What `plan` saves of a state dict; tensors are on the meta device.
 
     transformers takes one tensor after the other out of the state dict that it saves, right before it writes the file
-    which that belongs to: what it is made of is read then.
+    which that belongs to: the layer that it is of is read then.
     """
 
     def __init__(self, plan: SavePlan, state_dict: Mapping[str, torch.Tensor]) -> None:
-        made = plan.all_pieces(state_dict)
-        self._pieces = {name: each for name, each in made.items() if isinstance(each, Piece)}
-
-        def own(name: str) -> torch.Tensor:
-            tensor = state_dict[name]
-            return load_offloaded_parameter(plan.model, name).contiguous() if tensor.is_meta else tensor
-
-        self._values = Values(self._pieces.values(), own)
-        # Each by itself: shards are cut by the size of what a tensor is a view of.
-        shown = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in self._pieces.items()}
-        super().__init__(made | shown)
+        self._state_dict = state_dict
+        #: name in the checkpoint -> its part, and what is left of that once it is read
+        self._parts: dict[str, tuple[SavePlan, list[str], dict[str, torch.Tensor]]] = {}
+        shown: dict[str, torch.Tensor] = {}
+        for part, names in plan.parts(state_dict):
+            made = part.shown({name: state_dict[name] for name in names})
+            self._parts |= dict.fromkeys(made, (part, names, {}))
+            # Each by itself: shards are cut by the size of what a tensor is a view of.
+            shown |= {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in made.items()}
+        super().__init__(plan.in_order(shown) if plan.order else shown)
 
     def pop(self, key: str, *default: Any) -> Any:
         """The values of one tensor, which are dropped here."""
         value = super().pop(key, *default)
-        return self._values.take(self._pieces[key]) if key in self._pieces else value
+        if key not in self._parts:
+            return value
+        part, names, made = self._parts[key]
+        if key not in made:
+            made |= part.saved_state_dict({name: self._own(part, name) for name in names})
+        return made.pop(key)
+
+    def _own(self, part: SavePlan, name: str) -> torch.Tensor:
+        tensor = self._state_dict[name]
+        return load_offloaded_parameter(part.model, name).contiguous() if tensor.is_meta else tensor

@@ -3,22 +3,27 @@
     a trainer's model, fused                             an engine's, stock
     qkv_proj.weight  -->  q_proj, k_proj, v_proj  -->  q_proj.weight, k_proj.weight, v_proj.weight
 
-Both ways go by what a save makes of the state dict (`layouts/pieces.py` notes it), so names and values are those of
-its files. What is a view of one of the model's tensors is read and written there.
+Both ways go by what a save makes of the state dict, layer by layer, so names and values are those of its files. What
+is a view of one of the model's tensors is read and written there; what a conversion computes is made when its layer's
+turn comes, and converted back when all of the layer has come.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import sys
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from patcher.compat.conversions import dot_natural_key
@@ -31,10 +36,10 @@ from patcher.compat.models import (
 )
 from patcher.errors import InvalidPatcherError, PatchedWeightsError, warn
 from patcher.layouts.carried import is_quantized
-from patcher.layouts.pieces import Piece, Values
 from patcher.layouts.sharded import keep_pieces, one_piece, split_like, whole
 from patcher.loading.integration import integrations
-from patcher.loading.saving import plan_original_format
+from patcher.loading.saving import SavePlan, plan_original_format
+from patcher.loading.state_dicts import load_original_state_dict
 from patcher.patterns import compress, inside
 
 #: What becomes of adapters.
@@ -59,8 +64,8 @@ def checkpoint_weights(
 
     For engines that are given the weights of a model which trains: `examples/weight_sync.py`. Names, shapes, types and
     values are those of the files, of patched models and of any other of transformers: experts that are stacked come
-    one by one where the checkpoint has them so, tied weights once. What a conversion only moves is a view of the
-    model's own tensor; all else is made when its turn comes, so there is never much more in memory than the model.
+    one by one where the checkpoint has them so, tied weights once. What a conversion only cuts is a view of the
+    model's own tensor; all else is made when the turn of its layer comes, so little more is in memory than the model.
 
     The tensors are detached, share the memory of the model, and are meant to be used up before it trains on. Of a
     model that is split over processes (tensor and expert parallelism, FSDP2) they are whole, and each process has to
@@ -99,8 +104,9 @@ def checkpoint_metadata(model: nn.Module, *, adapters: Adapters | None = None) -
     Raises:
         PatcherError: as in `checkpoint_weights`.
     """
-    made = _Checkpoint(model, adapters).made().items()
-    return {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in made}
+    checkpoint = _Checkpoint(model, adapters)
+    made = {name: value for part in checkpoint.parts for name, value in checkpoint.shown(*part).items()}
+    return {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in made.items()}
 
 
 def load_checkpoint_weights(
@@ -129,8 +135,7 @@ def load_checkpoint_weights(
 
     Raises:
         PatchedWeightsError: tensors are missing, left over or of another shape.
-        InvalidPatcherError: the model can't be written to in place: it is quantized, partly on the disk, or a
-            conversion has computed its weights from the checkpoint's.
+        InvalidPatcherError: the model can't be written to in place: it is quantized, or partly on the disk.
     """
     _Loading(_Checkpoint(model, "left out")).run(weights.items() if isinstance(weights, Mapping) else weights, strict)
 
@@ -143,7 +148,7 @@ class _Checkpoint:
         merging: what merges an adapter into a tensor of the model, by the name of that.
         own: the tensors of the state dict, without adapters, each under the name that is saved.
         tied: name that isn't saved -> the one under which its tensor is.
-        blocks: name in the checkpoint -> where its values lie, or what is saved as it is; layer by layer.
+        parts: plans for parts of the model, in the order of a save, each with the names of its tensors.
     """
 
     def __init__(self, model: nn.Module, adapters: Adapters | None) -> None:
@@ -167,8 +172,9 @@ class _Checkpoint:
         saved = {id(objects[name]): name for name in self.own}
         self.tied = {name: saved.get(id(objects[name]), "") for name in state if name not in self.own}
         tied = {id(objects[name]) for name in self.tied}
-        blocks = plan_original_format(self.model).pieces(self.own)
-        self.blocks = chain([next(blocks, {})], blocks)  # what can't be told is often seen in the first
+        self.parts = replace(plan_original_format(self.model), one_by_one=True).parts(self.own)
+        for plan, names in self.parts[:1]:  # what can't be told is often seen in the first
+            self.shown(plan, names)
         for name in sorted(self.merging):
             is_plain = type(one_piece(state[name])) in (torch.Tensor, nn.Parameter)
             if not is_plain or id(state[name]) in tied:
@@ -202,9 +208,15 @@ class _Checkpoint:
                     self.merging[f"{path}.{each}"] = partial(_merged, merge, each)
         return result
 
-    def made(self) -> dict[str, Any]:
-        """All of the blocks."""
-        return {name: value for block in self.blocks for name, value in block.items()}
+    def shown(self, plan: SavePlan, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """What a part is saved as, on the meta device."""
+        return plan.shown({name: self.own[name] for name in names})
+
+    @torch.no_grad()
+    def made(self, plan: SavePlan, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """What a part is saved as."""
+        self.shown(plan, names)  # raises for what would change the model
+        return _uncopied(plan, {name: self._read(name) for name in names})
 
     def values(self, only_on: int | None) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors, in the order in which a save has them."""
@@ -217,20 +229,37 @@ class _Checkpoint:
         is_given = only_on in (None, rank)
         if not is_given and not any(isinstance(value, DTensor) for value in self.own.values()):
             return  # there is nothing to take part in
-        for block in self.blocks:
-            values = Values((value for value in block.values() if isinstance(value, Piece)), self._read)
-            for name, value in block.items():
-                tensor = values.take(value).contiguous() if isinstance(value, Piece) else value
+        for part in self.parts:
+            made = self.made(*part)
+            while made:
+                name = next(iter(made))
+                tensor = made.pop(name)
                 if is_given:
-                    yield name, tensor
+                    yield name, tensor.contiguous() if type(tensor) is torch.Tensor else tensor
                 del tensor  # before the next one is made
 
     def _read(self, name: str) -> torch.Tensor:
         value = self.merging[name]() if name in self.merging else self.own[name]
+        if type(one_piece(value)) not in (torch.Tensor, nn.Parameter):
+            return value  # of a quantizer
         if isinstance(value, DTensor) or not value.is_meta:
             found: torch.Tensor = whole(value.detach())
             return found.contiguous() if isinstance(value, DTensor) else found
         return load_offloaded_parameter(self.model, name).contiguous()
+
+
+class _Uncopied(TorchFunctionMode):
+    """Has operations cut tensors without putting the pieces into memory of their own."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
+def _uncopied(plan: SavePlan, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a state dict is saved as: views of its tensors where they do."""
+    with suppress(Exception), _Uncopied():  # an operation may need what lies in one piece
+        return plan.saved_state_dict(state_dict)
+    return plan.saved_state_dict(state_dict)
 
 
 def _merged(make: Callable[[], nn.Module], name: str) -> torch.Tensor:
@@ -258,25 +287,67 @@ def _model_of_transformers(model: nn.Module) -> PreTrainedModel:
     return next(iter(found.values()))
 
 
-class _Loading:
-    """A stream that is written into a model, under way.
+class _Part:
+    """A part of a model that is written to.
 
     Attributes:
-        left: the names that have not come.
-        whole: tensors that are split, while some of their values have come.
-        pending: name of a tensor that is split -> the names of the checkpoint that are still to be written to it.
+        shown: what it is saved as, on the meta device.
+        left: the names of these that have not come.
+        waiting: tensors that have come, and are no views of what the model has.
     """
 
+    def __init__(self, checkpoint: _Checkpoint, plan: SavePlan, names: list[str]) -> None:
+        self.model, self.plan = checkpoint.model, plan
+        self.own = {name: checkpoint.own[name] for name in names}
+        self.shown = checkpoint.shown(plan, names)
+        self.left = set(self.shown)
+        self.waiting: dict[str, torch.Tensor] = {}
+        self._held: dict[str, torch.Tensor] = {}
+        self._views: dict[str, torch.Tensor] = {}
+        self._starts: list[tuple[int, int]] = []
+
+    def current(self, name: str) -> torch.Tensor:
+        """The values of one tensor, as the model has them; gathered, if it is split."""
+        if not self._views:
+            self._held = {name: whole(value.detach()) for name, value in self.own.items()}
+            self._views = _uncopied(self.plan, self._held)
+            storages = [each.untyped_storage() for each in self._held.values()]
+            self._starts = sorted((each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages)
+        return self.waiting.get(name, self._views[name])
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Write values where a view says that they are, or keep them until all of the part have come."""
+        target = self.current(name)
+        start, end = self._starts[max(0, bisect_right(self._starts, (target.data_ptr(), sys.maxsize)) - 1)]
+        if start <= target.data_ptr() < end and target.device.type != "meta":
+            target.copy_(tensor)
+        else:
+            self.waiting[name] = tensor.clone()
+
+    def close(self) -> None:
+        """Put back what was gathered, and convert what has waited.
+
+        Raises:
+            InvalidPatcherError: that can't be converted.
+        """
+        for name, value in self._held.items():
+            if isinstance(own := self.own[name], DTensor):
+                own.copy_(split_like(value, own))
+        if self.waiting:
+            found = load_original_state_dict(self.model, self.waiting, strict=False)
+            if found.unexpected_keys:
+                raise _not_written(found.unexpected_keys[0], self.model, "is made by a conversion without a way back")
+        self.waiting, self._held, self._views = {}, {}, {}
+
+
+class _Loading:
+    """A stream that is written into a model, under way."""
+
     def __init__(self, checkpoint: _Checkpoint) -> None:
-        self.own, self.pieces, self.tied = checkpoint.own, checkpoint.made(), checkpoint.tied
-        _check_writable(checkpoint.model, self.own, self.pieces)
-        self.left = set(self.pieces)
-        self.whole: dict[str, torch.Tensor] = {}
-        self.pending: dict[str, set[str]] = defaultdict(set)
-        for name, piece in self.pieces.items():
-            for own in piece.own:
-                if isinstance(self.own[own], DTensor):
-                    self.pending[own].add(name)
+        self.tied = checkpoint.tied
+        self.parts = [_Part(checkpoint, *part) for part in checkpoint.parts]
+        self.part_of = {name: part for part in self.parts for name in part.shown}
+        _check_writable(checkpoint.model, checkpoint.own)
 
     @torch.no_grad()
     def run(self, weights: Iterable[tuple[str, torch.Tensor]], strict: bool) -> None:
@@ -285,24 +356,23 @@ class _Loading:
         came: dict[str, str] = {}  # the name of what is tied -> the first of its names that has come
         for name, tensor in weights:
             saved = self.tied.get(name, name)
-            if saved not in self.pieces or (name not in self.left and name not in self.tied):
+            part = self.part_of.get(saved)
+            if part is None or (name not in part.left and name not in self.tied):
                 problems["left over"] += [name] * (name not in self.tied)
                 continue
-            self.left.discard(name)
-            piece, first = self.pieces[saved], came.setdefault(saved, name)
-            if tensor.shape != piece.shape:
-                problems["of another shape"].append(f"{name}: found {tuple(tensor.shape)}, expected {piece.shape}")
+            part.left.discard(name)
+            shape, first = tuple(part.shown[saved].shape), came.setdefault(saved, name)
+            if tensor.shape != shape:
+                problems["of another shape"].append(f"{name}: found {tuple(tensor.shape)}, expected {shape}")
             elif first == name:
-                piece.write(whole(tensor), self._target)
-            elif not self._holds(piece, whole(tensor)):
+                part.write(saved, whole(tensor))
+            elif not torch.equal(held := part.current(saved), whole(tensor).to(held)):
                 problems["not as tied"].append(f"{name}: it is one with {first}, of which other values have come")
-            for own in piece.own:
-                self.pending[own].discard(name)
-                if not self.pending[own]:
-                    self._put_back(own)
-        for own in list(self.whole):
-            self._put_back(own)
-        problems["missing"] = sorted(self.left, key=dot_natural_key)
+            if not part.left:
+                part.close()
+        for part in self.parts:
+            part.close()
+        problems["missing"] = sorted((name for part in self.parts for name in part.left), key=dot_natural_key)
         lines = [f"  {kind}: {each}" for kind, names in problems.items() for each in compress(names)]
         if not lines:
             return
@@ -318,24 +388,8 @@ class _Loading:
             raise PatchedWeightsError(text)
         warn(text)
 
-    def _holds(self, piece: Piece, values: torch.Tensor) -> bool:
-        held = Values([piece], self._target).take(piece)
-        return torch.equal(held, values.to(held))
 
-    def _target(self, name: str) -> torch.Tensor:
-        own: torch.Tensor = self.own[name]
-        if not isinstance(own, DTensor):
-            return own
-        if name not in self.whole:
-            self.whole[name] = own.full_tensor().contiguous()
-        return self.whole[name]
-
-    def _put_back(self, name: str) -> None:
-        if name in self.whole:
-            self.own[name].copy_(split_like(self.whole.pop(name), self.own[name]))
-
-
-def _check_writable(model: PreTrainedModel, own: Mapping[str, Any], pieces: Mapping[str, Any]) -> None:
+def _check_writable(model: PreTrainedModel, own: Mapping[str, Any]) -> None:
     """Raise for a model that can't be written to in place.
 
     Raises:
@@ -352,14 +406,11 @@ def _check_writable(model: PreTrainedModel, own: Mapping[str, Any], pieces: Mapp
             reason = "is made by its state_dict(), and no module holds it"
         else:
             continue
-        raise InvalidPatcherError(
-            f"{name} of {type(model).__name__} {reason}, so nothing can be written into it in place. Load the weights "
-            "anew with from_pretrained, in full precision and in memory."
-        )
-    for name, piece in pieces.items():
-        if not piece.is_moved:
-            raise InvalidPatcherError(
-                f"{', '.join(sorted(piece.own))} of {type(model).__name__} is computed from {name} and others by a "
-                "conversion that does more than move values, so these can't be written into it one by one. Use "
-                "patcher.load_original_state_dict(model, dict(weights))."
-            )
+        raise _not_written(name, model, reason)
+
+
+def _not_written(name: str, model: PreTrainedModel, reason: str) -> InvalidPatcherError:
+    return InvalidPatcherError(
+        f"{name} of {type(model).__name__} {reason}, so nothing can be written into it in place. Load the weights "
+        "anew with from_pretrained, in full precision and in memory."
+    )

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
-import torch
 from torch import optim
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.conversion import Converted
-from patcher.layouts.layouts import Flatten, Layout, Rows
+from patcher.layouts.layouts import Cut, Flatten, Layout, Rows
 from patcher.layouts.operations import only_moves
 
 #: Each value is moved by its own gradient and state, and by numbers that are the same for the whole parameter.
@@ -60,51 +57,5 @@ def _is_overridden(derived: type, known: type, name: str) -> bool:
 
 def only_moves_values(layout: Layout) -> bool:
     """Whether each value of the originals is one of what they become, so that a state of it goes the same way."""
-    if type(layout) in (Rows, Flatten, Matrices):
-        return True
-    if isinstance(layout, Converted) and only_moves(layout.transform):
-        return True
-    return _calls_only_movements(layout) and _is_permutation(layout)
-
-
-class _OnlyMovements(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets through what puts values elsewhere, and nothing that makes other values or looks at them."""
-
-    #: Names of ATen; others, as `reshape` and `narrow`, are made of these.
-    KNOWN = frozenset(
-        "_reshape_alias _unsafe_view alias as_strided cat clone copy_ detach diagonal empty empty_like empty_strided "
-        "expand flip new_empty new_empty_strided permute roll select slice split split_with_sizes squeeze stack t "
-        "transpose unbind unfold unsqueeze view".split()
-    )
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if func.namespace != "aten" or name not in self.KNOWN:
-            raise NotImplementedError(f"{func} is not known to only move values")
-        return func(*args, **(kwargs or {}))
-
-
-@torch.no_grad()
-def _calls_only_movements(layout: Layout) -> bool:
-    """Run it both ways without values: what asks for one raises there, and so does what isn't known."""
-    parts = [torch.empty(shape, dtype=torch.float64, device="meta") for shape in layout.stock_shapes]
-    try:
-        with _OnlyMovements():  # type: ignore[no-untyped-call]
-            layout.separate(layout.fuse(parts))
-    except Exception:  # of a user's code, whatever it raises on tensors without values
-        return False
-    return True
-
-
-@torch.no_grad()
-def _is_permutation(layout: Layout) -> bool:
-    """Whether each value goes to a place of its own, and back: numbers say where a value was."""
-    sizes = [torch.Size(shape).numel() for shape in layout.stock_shapes]
-    numbers = torch.arange(sum(sizes), dtype=torch.float64)
-
-    def whole(tensors: Any) -> torch.Tensor:
-        return torch.cat([tensor.flatten() for tensor in tensors])
-
-    parts = zip(torch.split(numbers, sizes), layout.stock_shapes, strict=True)
-    fused = layout.fuse([part.reshape(shape).clone() for part, shape in parts])
-    return torch.equal(whole(fused).sort().values, numbers) and torch.equal(whole(layout.separate(fused)), numbers)
+    known = type(layout) in (Rows, Cut, Flatten, Matrices)
+    return known or (isinstance(layout, Converted) and only_moves(layout.transform))

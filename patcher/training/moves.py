@@ -90,7 +90,7 @@ def _check_one_group(move: Move, groups: list[dict[str, Any]], place: Mapping[st
     numbers = sorted({place[name] for name in move.sources})
     if len(numbers) > 1:
         one, other = (groups[number] for number in numbers[:2])
-        differing = [key for key in options(one) if not _same(one[key], other.get(key))]
+        differing = [key for key in options(one) if not same(one[key], other.get(key))]
         held = "; ".join(
             f"group {number} {listed([name for name in move.sources if place[name] == number])}" for number in numbers
         )
@@ -128,7 +128,7 @@ def _states(move: Move, state: Mapping[Any, Any], where: str) -> dict[str, list[
             raise _other_shape(key, move.sources, found, move.shapes, where)
         else:
             for name, value in zip(rest, found[1:], strict=True):
-                if not _same(value, found[0]):
+                if not same(value, found[0]):
                     raise PatchedWeightsError(
                         f"{made} {first}, whose {key} is {_said(found[0])} in {where}, and {name}, whose {key} is "
                         f"{_said(value)}. {_ADVICE}."
@@ -164,11 +164,11 @@ def options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in (PARAMS, GIVEN_NAMES)}
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one.cpu(), other.cpu())
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from patcher.compat.models import named_parameters
 from patcher.errors import InvalidPatcherError
 from patcher.layouts.layouts import Layout
-from patcher.loading.record import PatchRecord
 from patcher.loading.state_dicts import patched_models
 from patcher.loading.stock_view import carriers_in
 from patcher.patterns import inside
@@ -75,9 +74,7 @@ class Names:
             order |= {name: len(order) + place for place, name in enumerate(stock)}
             absent = stock.keys() - originals
             strange = originals - stock.keys() - {f"{prefix}{name}" for name in record.new_weights}
-            for owner in (
-                _made_elsewhere(record, prefix, (prefix for prefix, _ in by_module.values())) if absent else ()
-            ):
+            for owner in (f"{prefix}{inside(item.path)}" for item in record.modules):
                 if left := [name for name in absent if name.startswith(owner)]:
                     unexplained |= {name: sorted(left) for name in strange if name.startswith(owner)}
         return cls(own, first, made, unexplained, order)
@@ -86,16 +83,6 @@ class Names:
         """The layouts that have made some of these parameters."""
         asked = set(names)
         return [layout for layout in self.made if not asked.isdisjoint(layout.fused)]
-
-
-def _made_elsewhere(record: PatchRecord, prefix: str, converted: Iterable[str]) -> Iterator[str]:
-    """Prefixes of the modules whose parameters may be tensors of a checkpoint, not parameters of transformers.
-
-    So it is where a conversion of the patcher comes before one of transformers, or where that is left out.
-    """
-    yield from converted
-    if any(patcher.filtered_weight_conversion_patterns for patcher in record.patchers):
-        yield from (f"{prefix}{inside(item.path)}" for item in record.modules)
 
 
 def _bare(model: nn.Module, name: str) -> str:

@@ -14,7 +14,7 @@ from patcher.errors import InvalidPatcherError, PatchedWeightsError
 from patcher.layouts.layouts import Layout, Rows
 from patcher.layouts.sharded import keep_pieces, split_like
 from patcher.training.elementwise import not_elementwise, only_moves_values
-from patcher.training.moves import PARAMS, Move, check_shapes, listed, moved, options
+from patcher.training.moves import PARAMS, Move, check_shapes, listed, moved, options, same
 from patcher.training.names import Names
 
 #: Where fusions stay as they are.
@@ -54,7 +54,8 @@ def original_optimizer_state_dict(model: nn.Module, optimizer: optim.Optimizer) 
             value by value, as Adam, SGD and their like do.
 
     Raises:
-        InvalidPatcherError: the optimizer isn't known to do so, or a conversion does more than move values.
+        InvalidPatcherError: the optimizer isn't known to do so, or a conversion or a layout to only move
+            values: those of transformers' operations that do, and of this package's fusions, are.
         PatchedWeightsError: parts of an original parameter are trained differently.
     """
     optimizer, names = _checked(model, optimizer)
@@ -116,8 +117,11 @@ def load_original_optimizer_state_dict(model: nn.Module, optimizer: optim.Optimi
                 for name, entries in found["state"].items()
             },
             "param_groups": [
-                {**options(group), PARAMS: [numbers[name] for name in members]}
-                for members, group in zip(own, _matched(own, found["param_groups"]), strict=True)
+                {
+                    **_options_of(place, members, found["param_groups"], optimizer.param_groups[place]),
+                    PARAMS: [numbers[name] for name in members],
+                }
+                for place, members in enumerate(own)
             ],
         }
     )
@@ -156,15 +160,10 @@ def _checked(model: nn.Module, optimizer: optim.Optimizer) -> tuple[optim.Optimi
             f"{type(optimizer).__name__} {reason}, so its state for {listed(changed[0].fused)} isn't that for "
             f"{listed(changed[0].stock)}. {_SAME}."
         )
-    judged: dict[Any, bool] = {}
     for layout in changed:
-        # One conversion makes the weights of many layers.
-        key = (id(getattr(layout, "transform", layout)), layout.stock_shapes)
-        if key not in judged:
-            judged[key] = only_moves_values(layout)
-        if not judged[key]:
+        if not only_moves_values(layout):
             raise InvalidPatcherError(
-                f"{layout} does more than move values, so the state for {listed(layout.fused)} isn't that for "
+                f"{layout} isn't known to only move values, so the state for {listed(layout.fused)} isn't that for "
                 f"{listed(layout.stock)}. {_SAME}."
             )
     return optimizer, names
@@ -209,32 +208,21 @@ def _check_parameters(own: Iterable[str], made: Iterable[Layout], given: set[str
         )
 
 
-def _matched(own: list[list[str]], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups in the order of those of the optimizer.
+def _options_of(number: int, members: list[str], groups: list[dict[str, Any]], own: dict[str, Any]) -> dict[str, Any]:
+    """The options that the state has for the parameters of a group of the optimizer; its own, if it has none.
 
     Raises:
-        PatchedWeightsError: they hold other parameters.
+        PatchedWeightsError: several, for some.
     """
-    left, result = list(groups), []
-    for number, members in enumerate(own):
-        match = next((group for group in left if set(group[PARAMS]) == set(members)), None)
-        if match is None:
-            nearest = max(groups, key=lambda group: len(set(group[PARAMS]) & set(members)))
+    found = [group for group in groups if not set(members).isdisjoint(group[PARAMS])] or [own]
+    for other in found[1:]:
+        if differing := [key for key, value in options(found[0]).items() if not same(value, other.get(key))]:
+            there = [[name for name in members if name in group[PARAMS]] for group in (found[0], other)]
             raise PatchedWeightsError(
-                f"Group {number} of the optimizer holds other parameters than any group of the state. The nearest has "
-                f"not {listed(sorted(set(members) - set(nearest[PARAMS]))) or 'less'}, and "
-                f"{listed(sorted(set(nearest[PARAMS]) - set(members))) or 'nothing'} besides. Make the groups of the "
-                "optimizer as they were."
+                f"Group {number} of the optimizer holds {listed(there[0])} and {listed(there[1])}, of groups of the "
+                f"state that differ in {listed(differing)}. Make the groups of the optimizer as they were."
             )
-        left.remove(match)
-        result.append(match)
-    if left:
-        names = listed(name for group in left for name in group[PARAMS]) or "nothing"
-        raise PatchedWeightsError(
-            f"The optimizer has {len(own)} groups, and the state {len(groups)}, with {names} in those that are left. "
-            "Make the groups of the optimizer as they were."
-        )
-    return result
+    return options(found[0])
 
 
 def _like(value: Any, parameter: nn.Parameter) -> Any:

@@ -13,78 +13,9 @@ from transformers import MixtralForCausalLM
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from patcher import Patcher
-from patcher.fusions.experts.matrices import Matrices
-from patcher.layouts.sources import Computation, Computed, fused_sources
 from tests.support import shared
 from tests.support.checkpoints import same_checkpoint
 from tests.support.tiny import tiny_mixtral_config
-
-LAYOUT = Matrices("experts", layers=("weight",), stock_shapes=((2, 4, 5),), fused=("0.weight", "1.weight"))
-PARTS = {name: torch.randn(4, 5) for name in "ab"}
-
-
-def cut(convert: Any, parts: dict[str, Any], layout: Matrices = LAYOUT, *, scales: bool = True) -> list[Any]:
-    (shape,) = layout.stock_shapes
-    return fused_sources(layout, [Computed(Computation(convert, parts, scales=scales), "stack", shape, "F32")])
-
-
-def stack(tensors: Any) -> dict[str, torch.Tensor]:
-    return {"stack": torch.stack(list(tensors.values()))}
-
-
-def test_what_comes_out_as_it_went_in_is_read_as_it_is() -> None:
-    assert cut(stack, PARTS) == [PARTS["a"], PARTS["b"]]
-    assert cut(stack, dict(reversed(PARTS.items()))) == [PARTS["b"], PARTS["a"]]
-
-
-OTHERWISE: dict[str, Any] = {
-    "in another order of rows": lambda t: {"stack": torch.stack([each.flip(0) for each in t.values()])},
-    "in another order of columns": lambda t: {"stack": torch.stack([each.flip(1) for each in t.values()])},
-    "twice the same": lambda t: {"stack": torch.stack([t["a"], t["a"]])},
-    "other values": lambda t: {"stack": torch.stack([each + 1 for each in t.values()])},
-    "by sizes": lambda t: {"stack": torch.stack([each.view(4, 5) for each in t.values()])},
-}
-
-
-@pytest.mark.parametrize("case", OTHERWISE)
-def test_what_comes_out_otherwise_is_computed(case: str) -> None:
-    made = cut(OTHERWISE[case], PARTS)
-    expected = LAYOUT.fuse([OTHERWISE[case](PARTS)["stack"]])
-    assert all(isinstance(each, Computed) for each in made)
-    assert all(torch.equal(one[...], other) for one, other in zip(made, expected, strict=True))
-
-
-def test_square_matrices_that_are_turned_are_computed() -> None:
-    """Shapes say nothing of it: an expert of as many inputs as outputs."""
-    parts = {name: torch.randn(4, 4) for name in "ab"}
-    layout = Matrices(
-        "experts", layers=("weight",), transposed=True, stock_shapes=((2, 4, 4),), fused=("0.weight", "1.weight")
-    )
-    made = cut(stack, parts, layout)
-    assert torch.equal(made[0][...], parts["a"].T)
-
-
-def test_conversions_that_may_go_by_sizes_are_computed() -> None:
-    assert all(isinstance(each, Computed) for each in cut(stack, PARTS, scales=False))
-
-
-def test_what_nobody_reads_is_not_kept() -> None:
-    """A converter that makes two stacks of which one is cut: the other is read, and the first not held meanwhile."""
-    parts = {name: torch.randn(2, 3) for name in "abcd"}
-
-    def two(tensors: Any) -> dict[str, torch.Tensor]:
-        return {"cut": torch.stack([tensors["a"], tensors["b"]]), "whole": torch.stack([tensors["c"], tensors["d"]])}
-
-    group = Computation(two, parts, scales=True)
-    first, whole = (Computed(group, name, (2, 2, 3), "F32") for name in ("cut", "whole"))
-    layout = Matrices("experts", layers=("weight",), stock_shapes=((2, 2, 3),), fused=("0.weight", "1.weight"))
-
-    assert fused_sources(layout, [first]) == [parts["a"], parts["b"]]
-    assert torch.equal(whole[...], torch.stack([parts["c"], parts["d"]]))
-    assert not group._left
-
-
-# --- in a load -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -352,3 +352,13 @@ def test_apply_refuses_a_quantized_model_before_it_reads_anything(llama: Path) -
     model = LlamaForCausalLM.from_pretrained(llama, quantization_config=bnb_int8())
     with pytest.raises(InvalidPatcherError, match=r"quantized model.*Load it again with patcher="):
         OWN.apply(model)
+
+
+@pytest.mark.parametrize("patcher", [None, OWN, JOINED], ids=["stock", "own", "joined"])
+def test_a_quantizer_that_fails_is_not_said_to_lack_weights(patcher: Patcher | None, llama: Path) -> None:
+    from torchao.quantization import IntxWeightOnlyConfig
+    from torchao.quantization.granularity import PerGroup
+
+    config = TorchAoConfig(IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerGroup(7)))
+    with pytest.raises(RuntimeError, match="issues during automatic conversion"):
+        AutoModelForCausalLM.from_pretrained(llama, patcher=patcher, quantization_config=config)

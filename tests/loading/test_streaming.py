@@ -26,7 +26,6 @@ from patcher import (
     load_checkpoint_weights,
 )
 from patcher.compat.models import state_tensors, without_tied
-from patcher.layouts.pieces import Values, traced
 from patcher.loading import saving
 from tests.compatibility.rows import ROWS, Row
 from tests.support.checkpoints import tensors
@@ -88,43 +87,24 @@ def test_it_is_what_a_save_writes(row: Row, dtype: torch.dtype, tmp_path: Path) 
 )
 def test_what_is_only_moved_is_not_copied_and_has_no_graph(patcher: Patcher | None) -> None:
     model = MixtralForCausalLM._from_config(tiny_mixtral_config(), patcher=patcher)
-    storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    places = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in model.parameters()]
     for name, tensor in checkpoint_weights(model):
-        assert tensor.untyped_storage().data_ptr() in storages, name
+        assert any(start <= tensor.data_ptr() < end for start, end in places), name
         assert not tensor.requires_grad
         assert tensor.is_contiguous()
 
 
-def test_what_is_made_is_dropped_with_the_last_that_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stacks of GPT-OSS lie the other way round: each is turned when its turn comes."""
-    seen: list[int] = []
-    take = Values.take
-
-    def counted(self: Values, piece: Any) -> torch.Tensor:
-        result = take(self, piece)
-        seen.append(len(self._held))
-        return result
-
-    monkeypatch.setattr(Values, "take", counted)
-    for row in (*ROWS, *MORE):
-        for model in (row.patched(), row.stock()):
-            seen.clear()
-            for _ in checkpoint_weights(model):
-                pass
-            assert max(seen) <= 2, row.name
-            assert seen[-1] == 0
-
-
 def test_the_first_tensor_waits_for_no_other_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that an engine is given the first of thousands at once."""
+    """So that an engine is given the first of thousands at once, and no more than a layer is made at a time."""
     seen: list[str] = []
+    stock = saving.SavePlan.saved_state_dict
 
-    def noted(convert: Any, tensors: Any, others: Any) -> Any:
-        seen.extend(tensors)
-        return traced(convert, tensors, others)
+    def noted(self: saving.SavePlan, state_dict: Any) -> Any:
+        seen.extend(state_dict)
+        return stock(self, state_dict)
 
-    monkeypatch.setattr(saving, "traced", noted)
-    for row in MORE[:2]:
+    monkeypatch.setattr(saving.SavePlan, "saved_state_dict", noted)
+    for row in MORE:
         for model in (row.patched(), row.stock(), row.from_config(), row.from_config(patcher=row.patcher)):
             seen.clear()
             stream = checkpoint_weights(model)
@@ -337,13 +317,17 @@ def scaled(folder: Path, operation: type[Twice]) -> Any:
     return AutoModelForCausalLM.from_pretrained(save_tiny(tiny_llama_config(), folder), patcher=patcher)
 
 
-def test_what_a_conversion_computes_streams_and_is_not_written_in_place(tmp_path: Path) -> None:
+def test_what_a_conversion_computes_streams_and_is_converted_back(tmp_path: Path) -> None:
     model = scaled(tmp_path, Twice)
     assert streamed(model) == tensors(tmp_path)
-    with pytest.raises(InvalidPatcherError, match=r"mlp\.up_proj\.weight of LlamaForCausalLM is computed from"):
-        load_checkpoint_weights(model, checkpoint_weights(model))
-    with pytest.raises(PatchedWeightsError, match="writes into the tensors that it is given"):
-        checkpoint_weights(scaled(tmp_path, TwiceInPlace))
+    load_checkpoint_weights(overwritten(model), load_file(tmp_path / "model.safetensors"))
+    assert streamed(model) == tensors(tmp_path)
+    model = scaled(tmp_path, TwiceInPlace)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for use in (lambda: list(checkpoint_weights(model)), lambda: model.save_pretrained(tmp_path / "saved")):
+        with pytest.raises(PatchedWeightsError, match="writes into the tensors that it is given"):
+            use()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 # --- again and again -----------------------------------------------------------------------------------------------

@@ -28,7 +28,6 @@ from patcher.training.elementwise import ELEMENTWISE
 from tests.compatibility.outcomes import EXACT, compared
 from tests.compatibility.rows import ROWS, Row
 from tests.support.beside import FUSED_QKV, JoinedAlbertAttention, joined
-from tests.support.interleaved import TURNS
 from tests.support.processes import one_process, two_processes
 from tests.support.replacements import JOINED
 from tests.support.resuming import outcome, resumed, through_a_file, train, uninterrupted
@@ -337,7 +336,7 @@ def test_an_optimizer_that_accelerate_has_prepared() -> None:
 SMALL = tiny_llama_config(num_hidden_layers=2, hidden_size=32, intermediate_size=24)
 
 
-@pytest.mark.parametrize("patcher", [TURNS, JOINED, FUSED_QKV], ids=["turns", "rows", "qkv"])
+@pytest.mark.parametrize("patcher", [JOINED, FUSED_QKV], ids=["rows", "qkv"])
 def test_a_conversion_that_moves_values(patcher: Patcher) -> None:
     stock = built(config=SMALL)
     expected = uninterrupted(copy.deepcopy(stock), adamw, INPUTS, 4)

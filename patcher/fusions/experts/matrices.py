@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import nn
@@ -35,8 +35,6 @@ class Matrices(Layout):
         transposed: the stack is `(experts, in, out)`, with the input on the left of the matrices.
         interleaved: the parts of an expert take turns, row by row; otherwise one comes after the other.
     """
-
-    scales: ClassVar[bool] = True
 
     layers: tuple[str, ...] = ()
     transposed: bool = False

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -85,15 +85,19 @@ def follow_plan(load: Selected, quantizer: Any) -> None:
     for path, module, carried in fused_modules(load.model):
         if isinstance(module, ListedExperts) and (are_dealt or (experts is not None and experts.below(path))):
             raise cannot([path], "ep_size deals stacks of experts to processes, and these are layers", LEAVE_EXPERTS)
-        changes.append(_share(plan, path, module, carried))
+        changes.append((module, _share(plan, path, module, carried)))
     for path in _converted(load):
         _replicate(plan, path)
         if experts is not None:
             experts.drop_below(path)
     rules, rules_of_experts = plan.result(modules), experts.result(modules) if experts is not None else None
     _check_followed(config, rules)
-    for change in changes:
-        change.apply()
+    for module, carried in changes:  # now that all of the plan is known to be possible
+        carry(module, carried)
+        for layout in filter(lies_in_blocks, carried.layouts):
+            owner, _, last = layout.fused[0].rpartition(".")
+            if last == "weight":
+                setattr(module, f"{owner}_sizes", layout.block_sizes)
     set_plans(load.model, rules, rules_of_experts)
 
 
@@ -122,31 +126,15 @@ def _check_followed(config: Any, rules: dict[str, str]) -> None:
         raise cannot(absent, "tp_plan has rules for what is joined there", "Name them in tp_plan.")
 
 
-@dataclass(frozen=True, eq=False)
-class _Change:
-    """What becomes of one module when all of the plan is known to be possible."""
-
-    module: nn.Module
-    carried: ModuleLayouts
-
-    def apply(self) -> None:
-        carry(self.module, self.carried)
-        for layout in self.carried.layouts:
-            if lies_in_blocks(layout):
-                owner, _, last = layout.fused[0].rpartition(".")
-                if last == "weight":
-                    setattr(self.module, f"{owner}_sizes", layout.block_sizes)
-
-
-def _share(plan: Plan, path: str, module: nn.Module, carried: ModuleLayouts) -> _Change:
-    """Share the layers of a fused module as the plan has those of transformers.
+def _share(plan: Plan, path: str, module: nn.Module, carried: ModuleLayouts) -> ModuleLayouts:
+    """What a fused module carries once its layers are shared as the plan has those of transformers.
 
     Raises:
         InvalidPatcherError: that can't be done.
     """
     if any(isinstance(layout, Matrices) for layout in carried.layouts):
         _share_experts(plan, path, carried)
-        return _Change(module, carried)
+        return carried
     layouts: list[Layout] = []
     for layout in carried.layouts:
         if type(layout) is Rows:
@@ -160,7 +148,7 @@ def _share(plan: Plan, path: str, module: nn.Module, carried: ModuleLayouts) -> 
             )
         else:
             layouts.append(layout)
-    return _Change(module, replace(carried, layouts=tuple(layouts)))
+    return replace(carried, layouts=tuple(layouts))
 
 
 def _shared_rows(plan: Plan, path: str, module: nn.Module, carried: ModuleLayouts, layout: Rows) -> Rows:

@@ -25,6 +25,7 @@ from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, InForce, unpatc
 from patcher.construction.lock import construction_lock
 from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherError
 from patcher.fusions.config import KEY, names_in_file, split_fusion_config
+from patcher.layouts.either_layout import is_in_original_layout
 from patcher.loading.initial_values import InitialValues
 from patcher.loading.integration import integrations
 from patcher.loading.layout_on_disk import fusions_of_layout
@@ -264,7 +265,7 @@ def load_from_state_dict(
     stock: Stock, self: PreTrainedModel, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
 ) -> None:
     """Have `load_state_dict` of a patched model, and of its sub-models, take the names of checkpoints."""
-    if record_of(self) is not None:
+    if record_of(self) is not None or is_in_original_layout():
         _, _, missing_keys, _, error_msgs = args
         name_as_parameters(self, state_dict, prefix, missing_keys, error_msgs)
     stock(self, state_dict, prefix, *args, **kwargs)

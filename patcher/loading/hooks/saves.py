@@ -25,7 +25,7 @@ from patcher.fusions.config import names_fusions, with_fusion_names
 from patcher.layouts.carried import carriers, fused_modules
 from patcher.layouts.selection import converts
 from patcher.loading.integration import integrations
-from patcher.loading.layout_on_disk import check_upload, check_variant, remove_others, remove_weights
+from patcher.loading.layout_on_disk import check_place, remove_others, remove_weights
 from patcher.loading.new_weights import named_in_metadata, new_weights, sort_metadata
 from patcher.loading.record import record_of
 from patcher.loading.saving import OffloadedCheckpoint, SavePlan, plan_saving
@@ -70,12 +70,9 @@ def save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: A
         save = _Save(plan, new if plan.original_format else dict.fromkeys(new.values(), ""))
         given["save_original_format"] = False
     in_layout = save is not None and bool(save.plan.fusions)
-    check_variant(given["variant"], in_layout=in_layout)
+    check_place(given["variant"], is_pushed=bool(given["push_to_hub"]), in_layout=in_layout)
     if in_layout:
         given["variant"] = VARIANT
-        if given["push_to_hub"]:
-            folder, options = Path(given["save_directory"]), given["kwargs"]
-            options["repo_id"] = check_upload(options.get("repo_id", folder.name), given["token"], options)
     with ExitStack() as stack:
         stack.callback(_SAVE.reset, _SAVE.set(save))
         for each in integrations():

@@ -20,7 +20,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MixtralForCausalLM,
-    TorchAoConfig,
     WeightConverter,
     pipeline,
 )
@@ -108,10 +107,6 @@ def the_nearest_name_is_the_one_that_was_meant(at: Place) -> Steps:
         ({"class_mapping": {"LlamaMPL": OwnMLP}}, {"class_mapping": {"LlamaMLP": OwnMLP}}),
         ({"new_weights": "adaptor"}, {"new_weights": ["adapter", "scales"]}),
         (
-            {"extra_weight_conversions": joining("mlp.gate_prj.weight", "mlp.up_proj.weight")},
-            {"extra_weight_conversions": JOIN},
-        ),
-        (
             {"extra_weight_conversions": joining(*PARTS, target="mlp.gate_up_prj")},
             {"extra_weight_conversions": JOIN},
         ),
@@ -147,15 +142,6 @@ def weights_that_are_new(at: Place) -> Steps:
     said = yield lambda: load(at.llama, patcher)
     model = load(at.llama, patcher.replace(**added(said)))
     assert (model.model.layers[0].mlp.adapter.weight == 2).all()
-
-
-@advice("The checkpoint has tensors of these shapes under other names. Convert them ")
-def weights_under_other_names(at: Place) -> Steps:
-    for replacement in (Renamed, JoinedMLP):
-        patcher = Patcher({"LlamaMLP": replacement})
-        said = yield lambda patcher=patcher: load(at.llama, patcher)  # type: ignore[misc]
-        conversions = written(said, r"extra_weight_conversions=(\[.*?\])\n")
-        assert same(load(at.llama, patcher.replace(extra_weight_conversions=conversions)), at.llama)
 
 
 @advice("Where shapes differ, load with ignore_mismatched_sizes=True as well.")
@@ -242,27 +228,6 @@ def a_conversion_that_fails(at: Place) -> Steps:
     wrong = joining("mlp.gate_proj.weight", "mlp.down_proj.weight")
     yield lambda: load(at.llama, JOINED.replace(extra_weight_conversions=wrong))
     assert same(load(at.llama, JOINED), at.llama)
-
-
-@advice("They aren't new, and the patcher isn't the cause. Give the quantization config what it asks for, or leave ")
-def a_quantizer_that_fails(at: Place) -> Steps:
-    from torchao.quantization import IntxWeightOnlyConfig
-    from torchao.quantization.granularity import PerGroup
-
-    def groups(size: int, leave: list[str] | None = None) -> Any:
-        config = IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerGroup(size))
-        return TorchAoConfig(config, modules_to_not_convert=leave)
-
-    only_mlp = [r".*self_attn.*", "lm_head"]
-    for patcher in (OWN, JOINED):
-        said = yield lambda patcher=patcher: load(  # type: ignore[misc]
-            at.llama, patcher, quantization_config=groups(7, only_mlp)
-        )
-        assert "new_weights" not in said
-        assert "divisible by block_size" in said
-        leave = [*only_mlp, *written(said, r"modules_to_not_convert=(\[.*?\])")]
-        assert same(load(at.llama, patcher, quantization_config=groups(7, leave)), at.llama)
-        load(at.llama, patcher, quantization_config=groups(32, only_mlp))
 
 
 # --- fused layouts -------------------------------------------------------------------------------------------------

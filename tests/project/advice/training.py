@@ -122,27 +122,18 @@ def a_state_of_other_parameters(at: Place) -> Steps:
     load_original_optimizer_state_dict(other, optim.AdamW([other.get_parameter(K)]), state)
 
 
-@advice(
-    "besides. Make the groups of the optimizer as they were.",
-    "in those that are left. Make the groups of the optimizer as they were.",
-)
+@advice("Make the groups of the optimizer as they were.")
 def a_state_of_other_groups(at: Place) -> Steps:
     stock, model = load(at.llama), load(at.llama, QKV)
 
     def groups(of: Any) -> list[dict[str, Any]]:
-        return [{"params": list(of.model.parameters())}, {"params": list(of.lm_head.parameters())}]
+        return [{"params": list(of.model.parameters()), "lr": 1e-4}, {"params": list(of.lm_head.parameters())}]
 
-    for optimizer, other, right in (
-        (adamw(stock), adamw(model, *groups(model)), adamw(model)),
-        (adamw(stock, *groups(stock)), adamw(model), adamw(model, *groups(model))),
-        (adamw(stock, *groups(stock), {"params": []}), adamw(model, *groups(model)), None),
-    ):
-        trained(stock, optimizer)
-        state = original_optimizer_state_dict(stock, optimizer)
-        yield lambda other=other, state=state: load_original_optimizer_state_dict(model, other, state)  # type: ignore[misc]
-        if right is None:
-            right = adamw(model, *groups(model), {"params": []})
-        load_original_optimizer_state_dict(model, right, state)
+    optimizer = adamw(stock, *groups(stock), {"params": []})
+    trained(stock, optimizer)
+    state = original_optimizer_state_dict(stock, optimizer)
+    yield lambda: load_original_optimizer_state_dict(model, adamw(model), state)
+    load_original_optimizer_state_dict(model, adamw(model, *groups(model), {"params": []}), state)
 
 
 @advice("Concatenate(dim=...), or take the patcher off with Patcher().apply(model).", "aren't slices of it")
