@@ -16,7 +16,7 @@ import inspect
 import logging
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -29,7 +29,6 @@ from patcher.fusions.methods import (
     Method,
     NotUnderstoodError,
     located,
-    looks,
     member,
     read_function,
     self_of,
@@ -252,7 +251,7 @@ class Body:
         for held in (self.module._parameters, self.module._buffers, self.module._modules, vars(self.module)):
             if name in held:
                 return held[name]
-        found = looks.at(member, type(self.module), name)
+        found = member(type(self.module), name)
         return ... if found is None or isinstance(found, property) else found
 
     def _assigned_attributes(self) -> frozenset[str]:
@@ -269,12 +268,10 @@ class Body:
         """The object that a dotted name means outside of the function; `...` if that isn't known."""
         match node:
             case ast.Name(id=name) if name not in self.assigned:
-                return looks.at(_of_namespace, self.method.function.__globals__, name)
+                return self.method.function.__globals__.get(name, getattr(builtins, name, ...))
             case ast.Attribute(value=inner, attr=attr):
                 owner = self.outside(inner)
-                if isinstance(owner, ModuleType | type):
-                    return looks.at(_attribute, owner, attr)
-                if isinstance(owner, _LOGGERS):
+                if isinstance(owner, (ModuleType, type, *_LOGGERS)):
                     return getattr(owner, attr, ...)
         return ...
 
@@ -444,7 +441,7 @@ class Body:
         if cls is nn.Sequential:
             calls = [self._call_of_module(each, node) for each in module._modules.values() if each is not None]
             return all(is_value for is_value, _ in calls), next((reason for _, reason in calls if reason), "")
-        return self._followed(unwrapped(looks.at(member, cls, "forward")), node, module)
+        return self._followed(unwrapped(member(cls, "forward")), node, module)
 
     # --- what is followed --------------------------------------------------------------------------------------------
 
@@ -490,7 +487,7 @@ class Body:
 
     def problem_of_property(self, name: str) -> str:
         """Why reading an attribute of the module may write into a tensor: a property runs."""
-        getter = looks.at(member, type(self.module), name)
+        getter = member(type(self.module), name)
         if not isinstance(getter, property) or name in self.parts or name in vars(self.module):
             return ""
         if not isinstance(getter.fget, FunctionType):
@@ -560,14 +557,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, int | float | str | torch.dtype | torch.device | torch.Tensor)
-
-
-def _of_namespace(namespace: Mapping[str, Any], name: str) -> Any:
-    return namespace.get(name, getattr(builtins, name, ...))
-
-
-def _attribute(owner: Any, name: str) -> Any:
-    return getattr(owner, name, ...)
 
 
 def _locals_of(method: Method) -> Iterator[str]:
