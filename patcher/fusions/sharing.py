@@ -302,7 +302,7 @@ class _Calls:
             if isinstance(node, ast.If | ast.IfExp):
                 try:
                     holds = body.flag(node.test)
-                except (ValueError, TypeError):
+                except Exception:  # it is of something else as well
                     pending += children
                     continue
                 text = ast.unparse(node.test)
