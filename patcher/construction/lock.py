@@ -17,8 +17,6 @@ process_lock = threading.RLock()
 
 #: How long a thread waits for one that constructs a model: see `ConstructionLock`.
 WAIT_SECONDS = 300.0
-#: How long a fork waits for it.
-FORK_SECONDS = 10.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +37,6 @@ class ConstructionLock:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._holders: list[_Holder] = []  # of one thread, the outermost first
-        self._forking = threading.local()
 
     @contextmanager
     def held_for(self, what: str) -> Iterator[None]:
@@ -82,22 +79,9 @@ class ConstructionLock:
                     "before, and hand it over."
                 )
 
-    def before_fork(self) -> None:
-        """Wait for another thread that constructs: the child would have what that has rebound, and nobody in it who
-        binds it back. Not for ever, for that may be waiting for this thread.
-        """
-        self._forking.waited = self._lock.acquire(timeout=FORK_SECONDS)
-
-    def after_fork_in_parent(self) -> None:
-        """Let go of what was waited for."""
-        if self._forking.waited:
-            self._lock.release()
-
     def after_fork_in_child(self) -> None:
-        """Let go as well; the child has only the thread that forked, so nobody else holds it there."""
-        if self._forking.waited:
-            self._lock.release()
-        else:
+        """Let go of what a thread holds that the child doesn't have."""
+        if self._holders and self._holders[0].thread != threading.current_thread().name:
             self._lock._at_fork_reinit()  # type: ignore[attr-defined]
             self._holders.clear()
 
@@ -110,8 +94,4 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=process_lock.acquire, after_in_parent=process_lock.release, after_in_child=process_lock.release
     )
-    os.register_at_fork(
-        before=construction_lock.before_fork,
-        after_in_parent=construction_lock.after_fork_in_parent,
-        after_in_child=construction_lock.after_fork_in_child,
-    )
+    os.register_at_fork(after_in_child=construction_lock.after_fork_in_child)

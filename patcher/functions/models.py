@@ -19,7 +19,6 @@ from patcher.functions.calls import Node, Use
 from patcher.functions.rebinding import Rebinder, lock, rebinder_for
 from patcher.functions.references import references_of
 from patcher.functions.rules import Hit, Layers
-from patcher.functions.signatures import check_signature
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def find_functions(model: nn.Module, layers: Layers) -> Functions:
     """What function mappings do to a constructed model, or to its skeleton. Nothing is changed.
 
     Raises:
-        PatchConstructionError: a replacement doesn't fit a call, or a call can't be changed for one model alone.
+        PatchConstructionError: a call can't be changed for one model alone.
     """
     with lock:
         return _Search(model, rebinder_for(layers)).result()
@@ -215,14 +214,14 @@ class _Search:
             if use.through:
                 raise self._refused(use, cls, cls, f"through {use.through}")
             if use.hit is not None:
-                self._note(use.hit, cls, use.to, "")
+                self._note(use.hit, cls)
                 self.called.add(id(use.hit.original))
         for node in self.graph.reached(uses):
             for use in filter(self.graph.changes, node.uses):
                 if use.through:
                     raise self._refused(use, cls, node.function, f"through {use.through}")
                 if use.hit is not None:
-                    self._note(use.hit, cls, node.function, use.name)
+                    self._note(use.hit, cls)
             for name in self.rebinder.written_names(node.function):
                 how = f"beside the global {name!r}, which changes while it runs"
                 raise self._refused(Use(node.function), cls, node.function, how)
@@ -249,9 +248,8 @@ class _Search:
                 found[key] = self.chosen[key] = (_name(default), *choices[0])
         return found
 
-    def _note(self, hit: Hit, cls: type[nn.Module], caller: FunctionType, name: str) -> None:
-        """A class calls a function that is replaced, in this function of it or of what it calls."""
-        check_signature(hit.keys[0][1], caller, name, hit.original, hit.replacement)
+    def _note(self, hit: Hit, cls: type[nn.Module]) -> None:
+        """A class calls a function that is replaced, itself or in what it calls."""
         self.found.setdefault(id(hit.original), (hit, {}))[1][cls.__name__] = None
 
     def _refused(self, use: Use, cls: type, where: Any, how: str) -> PatchConstructionError:

@@ -44,27 +44,23 @@ class Caller:
             for call in calls_of_child(tree, self.name, self.is_listed):
                 yield _given(call, self.parameters), call, tree
 
-    def passes(self, parameter: str, *, is_certain: bool = False) -> str:
-        """What it passes for a parameter that is None by default, "" if nothing that is known to be anything else.
-
-        Args:
-            is_certain: whether what isn't known to pass nothing counts as well.
-        """
-        calls = list(self.calls())
-        if is_certain and not calls:
-            return "nothing shows how it is called"
-        for given, call, tree in calls:
+    def passes(self, parameter: str) -> str:
+        """What it passes for a parameter that is None by default, "" if nothing that is known to be anything else."""
+        for given, _, tree in self.calls():
             match given.get(parameter):
-                case None if is_certain and _may_pass(call, tree, parameter):
-                    return f"nothing shows that {type(self.module).__name__} doesn't pass {parameter}"
                 case None | ast.Constant(value=None):
                     continue
-                case ast.Name(id=name) if name in _optional(tree, call):
-                    # It passes on what it is given: whether that is anything, what is around it says.
-                    if not Caller(self.modules, self.path).passes(name, is_certain=True):
+                case ast.Name(id=name) if name in none_by_default(tree):  # it passes on what it is given
+                    if Caller(self.modules, self.path)._passes_nothing(name):
                         continue
             return f"{type(self.module).__name__} passes {parameter}={ast.unparse(given[parameter])}"
         return ""
+
+    def _passes_nothing(self, parameter: str) -> bool:
+        """Whether there are calls, and none that passes the parameter, or may pass it among others."""
+        calls = [call for _, call, _ in self.calls()]
+        is_shown = not any(isinstance(argument, ast.Starred) for call in calls for argument in call.args)
+        return bool(calls) and is_shown and not self.passes(parameter)
 
     def same(self, parameters: tuple[str, ...]) -> bool:
         """Whether each call passes one variable for all of these parameters, and there is a call."""
@@ -120,38 +116,6 @@ def _given(call: ast.Call, parameters: list[str]) -> dict[str, ast.expr]:
             break
         given[parameter] = argument
     return given | {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
-
-
-def _may_pass(call: ast.Call, caller: ast.FunctionDef, parameter: str) -> bool:
-    """Whether a call may pass a parameter in arguments that its source doesn't name."""
-    if any(isinstance(argument, ast.Starred) for argument in call.args):
-        return True
-    # What the caller has a name for isn't among the others that it was given.
-    return any(each.arg is None for each in call.keywords) and parameter not in parameters_of(caller)
-
-
-def _optional(function: ast.FunctionDef, call: ast.Call) -> set[str]:
-    """The parameters of a method that are None by default and aren't assigned before a call, unless they are None."""
-    loops = [node for node in ast.walk(function) if isinstance(node, ast.For | ast.While)]
-    again = {id(node) for loop in loops if call in ast.walk(loop) for node in ast.walk(loop)}
-    assigned = {node.id for node in _assigned_in(function) if node.lineno <= call.lineno or id(node) in again}
-    return set(none_by_default(function)) - assigned
-
-
-def _assigned_in(node: ast.AST) -> Iterator[ast.Name]:
-    """Where names are assigned, but for those that are only where they aren't None."""
-    if isinstance(node, ast.Name):
-        if isinstance(node.ctx, ast.Store):
-            yield node
-        return
-    children = list(ast.iter_child_nodes(node))
-    if isinstance(node, ast.If):
-        match node.test:
-            case ast.Compare(left=ast.Name(id=name), ops=[ast.IsNot()], comparators=[ast.Constant(value=None)]):
-                yield from (one for child in node.body for one in _assigned_in(child) if one.id != name)
-                children = list(node.orelse)
-    for child in children:
-        yield from _assigned_in(child)
 
 
 def parameters_of(function: ast.FunctionDef) -> list[str]:

@@ -4,21 +4,21 @@ from __future__ import annotations
 import __future__
 
 import ast
-import dis
 import inspect
 import sys
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
 
+from patcher.source.alike import of_code
 from patcher.source.call_sites import positional_parameters
-from patcher.source.indentation import dedented, indented
+from patcher.source.indentation import dedented
 
 #: Wrappers of transformers that pass on what they are given: one moves weights of the module, the other looks for a
 #: kernel that computes the same.
@@ -57,28 +57,6 @@ def located(error: NotUnderstoodError, method: Method) -> NotUnderstoodError:
     return NotUnderstoodError(text if text.endswith(")") and ".py:" in text else f"{text} ({method.at(error.line)})")
 
 
-class Looks(threading.local):
-    """What an analysis has looked at: the answers hold as long as all of it is what it was."""
-
-    def __init__(self) -> None:
-        self.found: list[tuple[Callable[[Any, str], Any], Any, str, Any]] | None = None
-
-    def at(self, look: Callable[[Any, str], Any], owner: Any, name: str) -> Any:
-        """What `look(owner, name)` finds, which is noted."""
-        found = look(owner, name)
-        if self.found is not None:
-            self.found.append((look, owner, name, found))
-        return found
-
-
-looks = Looks()
-
-
-def still_found(found: Iterable[tuple[Callable[[Any, str], Any], Any, str, Any]]) -> bool:
-    """Whether all that was looked at is there still."""
-    return all(look(owner, name) is before for look, owner, name, before in found)
-
-
 def is_importable(cls: type) -> bool:
     """Whether a class lives as long as its module, which has it under its name."""
     return getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls
@@ -87,10 +65,6 @@ def is_importable(cls: type) -> bool:
 def member(cls: type, name: str) -> Any:
     """What a class has under a name, without running anything; None if it has nothing."""
     return inspect.getattr_static(cls, name, None)
-
-
-def _code(function: FunctionType, name: str) -> CodeType:
-    return function.__code__
 
 
 #: Function -> its code, and its source or why that can't be read. Not by code: what has other defaults, annotations or
@@ -106,7 +80,7 @@ def read_function(function: FunctionType) -> Method:
         NotUnderstoodError: there is none, or what it compiles to isn't the code that runs: the file was edited after
             its import, or another tool has changed the function.
     """
-    code = looks.at(_code, function, "")
+    code = function.__code__
     known, found = _read.get(function, (None, ""))
     if known is not code:
         try:
@@ -129,30 +103,26 @@ def why_not_its_source(function: FunctionType) -> str:
 
 
 def _source_of(code: CodeType) -> tuple[str, ast.FunctionDef] | str:
-    lines, first = inspect.getsourcelines(code)
-    source = dedented("".join(lines))
+    lines, first = inspect.findsource(code)
+    source = dedented("".join(inspect.getblock(lines[first:])))
     body = ast.parse(source).body
     node = body[0] if len(body) == 1 else None
     if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
         return f"the source of {code.co_name} can't be read (it isn't a function)"
     if free := [variable for variable in code.co_freevars if variable != "__class__"]:
         return f"{code.co_name} uses {', '.join(free)} of the function around it"
-    # In a class, where names are private and `super()` has a class.
-    owner = code.co_qualname.rpartition(".")[0].rpartition(".")[2].strip("<>") or "owner"
-    text = f"class {owner}:\n{indented(source)}" if owner.isidentifier() and owner != "locals" else source
-    # Under its own line numbers, which the code of a class inside of it holds since Python 3.13.
-    compiled = compile(
-        "\n" * (first - 1 - (text is not source)) + text,
-        code.co_filename,
-        "exec",
-        code.co_flags & __future__.annotations.compiler_flag,
-        dont_inherit=True,
-    )
-    if not any(_alike(each, code) for each in _codes(compiled)):
+    compiled = _compiled("".join(lines), code.co_filename, code.co_flags & __future__.annotations.compiler_flag)
+    if not any(each.co_qualname == code.co_qualname and of_code(each) == of_code(code) for each in compiled):
         return (
             f"the source of {code.co_name} isn't what runs: {Path(code.co_filename).name} was changed after its import"
         )
     return source, node
+
+
+@lru_cache(maxsize=16)
+def _compiled(text: str, file: str, flags: int) -> list[CodeType]:
+    """What a file compiles to: as a whole, for how a method is called depends on what the file imports."""
+    return list(_codes(compile(text, file, "exec", flags, dont_inherit=True)))
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -162,50 +132,13 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(each)
 
 
-def _alike(one: CodeType, other: CodeType) -> bool:
-    """Whether two code objects do the same, wherever they are from."""
-    return (
-        one.co_name == other.co_name
-        and one.co_varnames == other.co_varnames
-        and len(one.co_consts) == len(other.co_consts)
-        and all(map(_alike_constants, one.co_consts, other.co_consts))
-        and ((one.co_code, one.co_names) == (other.co_code, other.co_names) or _steps(one) == _steps(other))
-    )
-
-
-def _steps(code: CodeType) -> list[tuple[str, Any]]:
-    """What code does, step by step. How a method is called depends on whether the file around it imports a name."""
-    instructions = list(dis.get_instructions(code))
-    kept = [
-        each for each in instructions if each.opname not in ("PUSH_NULL", "PRECALL", "NOP", "CACHE", "EXTENDED_ARG")
-    ]
-    places = {each.offset: number for number, each in enumerate(kept)}
-    after = {each.offset: next((places[at] for at in places if at >= each.offset), -1) for each in instructions}
-    steps: list[tuple[str, Any]] = []
-    for each in kept:
-        name = "LOAD_ATTR" if each.opname == "LOAD_METHOD" else each.opname
-        if each.opcode in dis.hasjabs or each.opcode in dis.hasjrel:
-            steps.append((name, after.get(each.argval, -1)))
-        elif isinstance(each.argval, CodeType):
-            steps.append((name, each.argval.co_name))
-        else:
-            steps.append((name, str(each.argval)))
-    return steps
-
-
-def _alike_constants(one: Any, other: Any) -> bool:
-    if isinstance(one, CodeType) and isinstance(other, CodeType):
-        return _alike(one, other)
-    return type(one) is type(other) and repr(one) == repr(other)
-
-
 def members_of(cls: type[nn.Module]) -> dict[str, Any]:
     """What the objects of a class find in it and in its bases, but for those of torch."""
     found: dict[str, Any] = {}
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         for name, value in vars(base).items():
             if name not in found:
-                found[name] = looks.at(member, cls, name) if callable(value) else value
+                found[name] = member(cls, name) if callable(value) else value
     return found
 
 
@@ -238,7 +171,7 @@ def method_to_rewrite(cls: type[nn.Module], name: str) -> Method:
     Raises:
         NotUnderstoodError: the source doesn't show all that runs.
     """
-    found = looks.at(member, cls, name)
+    found = member(cls, name)
     method = read_function(inspect.unwrap(found))
     if (found is not method.function) != bool(method.node.decorator_list):
         raise NotUnderstoodError(f"{name} is wrapped by something that its source doesn't show", 1)

@@ -12,8 +12,6 @@ from torch import nn
 from patcher.errors import PatchConflictError
 from patcher.fusions import Decision, Flatten, Fusion, Layout, Rows, Surroundings, more_than_a_weight_and_bias, view_of
 
-#: Whether this CPU convolves in bfloat16 without oneDNN, which wants AVX-512 for that: ARM has other ways.
-LACKS_BFLOAT16 = torch.backends.cpu.get_cpu_capability() == "AVX2"
 #: What a convolution goes by, and a linear layer of its patches doesn't.
 _CONVOLUTION = frozenset(
     "weight bias in_channels out_channels kernel_size stride padding dilation groups padding_mode".split()
@@ -37,8 +35,7 @@ class LinearPatchEmbedding(nn.Module):
 
     Of inputs that are one patch each, as the Qwen-VL family cuts them, the product is several times as fast as the
     convolution (see `tests/benchmarks`). To cut whole images takes what the product gains, so they are convolved, with
-    the same weight and as fast as before. Two kinds of them are cut nevertheless: those for a `linear` that is
-    quantized, or has an adapter or hooks; and in inference those in bfloat16, on a CPU without instructions for that.
+    the same weight and as fast as before, except for a `linear` that is quantized, or has an adapter or hooks.
     """
 
     padding_mode = "zeros"
@@ -118,7 +115,7 @@ class LinearPatchEmbedding(nn.Module):
                 f"Expected an input of {self.in_channels} channels and at least {self.kernel_size} in size, "
                 f"found {tuple(input.shape)}."
             )
-        if max(counts) > 1 and not self._gains_by_cutting(input) and self._has_plain_linear():
+        if max(counts) > 1 and self._has_plain_linear():
             convolve = {2: nn.functional.conv2d, 3: nn.functional.conv3d}[rank]
             kernel = self.linear.weight.view(self.out_channels, self.in_channels, *self.kernel_size)
             return convolve(input, kernel, self.linear.bias, self.stride)
@@ -131,11 +128,6 @@ class LinearPatchEmbedding(nn.Module):
         rows = patches.reshape(input.shape[0] * math.prod(counts), self._volume)
         output: torch.Tensor = self.linear(rows)
         return output.view(input.shape[0], *counts, self.out_channels).movedim(-1, 1)
-
-    def _gains_by_cutting(self, images: torch.Tensor) -> bool:
-        """Whether cutting whole images and multiplying is known to be faster: in inference, by 2.6 times and more."""
-        trains = torch.is_grad_enabled() and (images.requires_grad or self.linear.weight.requires_grad)
-        return LACKS_BFLOAT16 and images.dtype == torch.bfloat16 and images.device.type == "cpu" and not trains
 
     def _has_plain_linear(self) -> bool:
         """Whether calling `linear` is nothing but a product with its weight."""

@@ -15,8 +15,7 @@ import functools
 import inspect
 import logging
 import math
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -29,7 +28,6 @@ from patcher.fusions.methods import (
     Method,
     NotUnderstoodError,
     located,
-    looks,
     member,
     read_function,
     self_of,
@@ -88,17 +86,6 @@ _HIDDEN = {
 }
 #: What is inside of them is looked at by itself.
 _AROUND = (ast.Import, ast.ImportFrom, ast.With, ast.Try)
-
-_COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-}
 
 Position = tuple[int, int]
 #: Whether what a call gives is a value, and why the call may write into a tensor: "" if it doesn't.
@@ -252,7 +239,7 @@ class Body:
         for held in (self.module._parameters, self.module._buffers, self.module._modules, vars(self.module)):
             if name in held:
                 return held[name]
-        found = looks.at(member, type(self.module), name)
+        found = member(type(self.module), name)
         return ... if found is None or isinstance(found, property) else found
 
     def _assigned_attributes(self) -> frozenset[str]:
@@ -269,50 +256,23 @@ class Body:
         """The object that a dotted name means outside of the function; `...` if that isn't known."""
         match node:
             case ast.Name(id=name) if name not in self.assigned:
-                return looks.at(_of_namespace, self.method.function.__globals__, name)
+                return self.method.function.__globals__.get(name, getattr(builtins, name, ...))
             case ast.Attribute(value=inner, attr=attr):
                 owner = self.outside(inner)
-                if isinstance(owner, ModuleType | type):
-                    return looks.at(_attribute, owner, attr)
-                if isinstance(owner, _LOGGERS):
+                if isinstance(owner, (ModuleType, type, *_LOGGERS)):
                     return getattr(owner, attr, ...)
         return ...
 
-    def constant(self, node: ast.AST) -> Any:
-        """The value of an expression of constants and plain attributes of the module.
+    def flag(self, test: ast.expr) -> bool:
+        """Whether an expression of constants and of what the module says of itself holds.
 
         Raises:
-            ValueError: it is of something else as well.
+            Exception: it is of something else as well.
         """
-        match node:
-            case ast.Constant(value=value):
-                return value
-            case ast.Attribute(attr=attr) if self.is_own(node) and self.module is not None:
-                value = self.own(attr)
-                is_said = attr in vars(self.module) and attr != "training"
-                if attr not in self._assigned_attributes() and (is_said or attr in self.module._modules):
-                    if is_said and _is_plain(value) and not isinstance(value, torch.Tensor):
-                        self.constants[attr] = value
-                        return value
-                    if value is None or (isinstance(value, nn.Module) and not is_said):
-                        return value
-            case ast.UnaryOp(op=ast.Not(), operand=inner):
-                return not self.flag(inner)
-            case ast.BoolOp(op=op, values=values):
-                return (all if isinstance(op, ast.And) else any)([self.flag(each) for each in values])
-            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARED:
-                return _COMPARED[type(op)](self.constant(left), self.constant(right))
-        raise ValueError
-
-    def flag(self, node: ast.AST) -> bool:
-        """Whether an expression of constants and plain attributes holds.
-
-        Raises:
-            ValueError: it is of something else as well.
-        """
-        if isinstance(value := self.constant(node), nn.Module):
+        if self.module is None or {each.id for each in ast.walk(test) if isinstance(each, ast.Name)} - {self.this}:
             raise ValueError
-        return bool(value)
+        names = {"__builtins__": {}, self.this: _Said(self)}
+        return bool(eval(compile(ast.Expression(test), "<test>", "eval"), names))
 
     # --- what calls do -----------------------------------------------------------------------------------------------
 
@@ -363,12 +323,6 @@ class Body:
         match node:
             case ast.Subscript(value=table) | ast.Call(func=ast.Attribute(value=table)):
                 return isinstance(self.outside(table), transformers.AttentionInterface)
-            case ast.Name() if isinstance(found := self.outside(node), FunctionType):  # of the file: it can be read
-                try:
-                    method = read_function(found)
-                    return self._result_of(method, None, _parameters(method.node)) is not None
-                except NotUnderstoodError:
-                    return False
         return False
 
     def _call_of_base(self, node: ast.Call, name: str) -> Called:
@@ -444,7 +398,7 @@ class Body:
         if cls is nn.Sequential:
             calls = [self._call_of_module(each, node) for each in module._modules.values() if each is not None]
             return all(is_value for is_value, _ in calls), next((reason for _, reason in calls if reason), "")
-        return self._followed(unwrapped(looks.at(member, cls, "forward")), node, module)
+        return self._followed(unwrapped(member(cls, "forward")), node, module)
 
     # --- what is followed --------------------------------------------------------------------------------------------
 
@@ -490,16 +444,35 @@ class Body:
 
     def problem_of_property(self, name: str) -> str:
         """Why reading an attribute of the module may write into a tensor: a property runs."""
-        getter = looks.at(member, type(self.module), name)
+        getter = member(type(self.module), name)
         if not isinstance(getter, property) or name in self.parts or name in vars(self.module):
             return ""
-        if not isinstance(getter.fget, FunctionType):
-            return f"the property {name!r} can't be read"
-        try:
-            self._result_of(read_function(getter.fget), self.module, ())
-        except NotUnderstoodError as error:
-            return f"the property {name!r} ({error})"
-        return ""
+        return f"the property {name!r} isn't followed"
+
+
+class _Said:
+    """What a module says of itself, for tests that decide which branches run: plain attributes, and what is absent."""
+
+    def __init__(self, body: Body) -> None:
+        self._body = body
+
+    def __getattr__(self, name: str) -> Any:
+        body, value = self._body, self._body.own(name)
+        if name in body._assigned_attributes() or name == "training":
+            raise ValueError(name)
+        if name in body.module._modules:  # type: ignore[union-attr]
+            return None if value is None else _Child()
+        if name not in vars(body.module) or isinstance(value, torch.Tensor) or not _is_plain(value):
+            raise ValueError(name)
+        body.constants[name] = value
+        return value
+
+
+class _Child:
+    """A child of a module, of which only that it is there is known."""
+
+    def __bool__(self) -> bool:
+        raise ValueError
 
 
 def check(body: Body, nodes: Iterable[ast.AST]) -> None:
@@ -560,14 +533,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, int | float | str | torch.dtype | torch.device | torch.Tensor)
-
-
-def _of_namespace(namespace: Mapping[str, Any], name: str) -> Any:
-    return namespace.get(name, getattr(builtins, name, ...))
-
-
-def _attribute(owner: Any, name: str) -> Any:
-    return getattr(owner, name, ...)
 
 
 def _locals_of(method: Method) -> Iterator[str]:

@@ -284,11 +284,6 @@ def test_the_inner_patcher_wins(folder: Path) -> None:
 def fewer(q: Any, k: Any, cos: Any) -> Any: ...
 
 
-def others(
-    module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float, dropout: float = 0.0, **kwargs: Any
-) -> Any: ...
-
-
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "nothing calls it": (
         {"apply_rotary_emb": fewer},
@@ -310,17 +305,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         UnmatchedPatchError,
         "'rotate_half': what calls it, apply_rotary_pos_emb, is itself replaced",
     ),
-    "a call that doesn't fit": (
-        {"apply_rotary_pos_emb": fewer},
-        PatchConstructionError,
-        r"fewer, for 'apply_rotary_pos_emb', doesn't fit a call of it in LlamaAttention.forward, line \d+ of "
-        r"modeling_llama.py: apply_rotary_pos_emb\(.*\): it takes 3 positional arguments, and is given 4",
-    ),
-    "parameters of other names": (
-        {"eager_attention_forward": others},
-        PatchConstructionError,
-        r"doesn't fit what it replaces, which LlamaAttention.forward hands on: a call f\(module=module, query=",
-    ),
 }
 
 
@@ -331,14 +315,8 @@ def test_what_is_not_right_is_found_before_anything_is_built(case: str, folder: 
     with pytest.raises(error, match=message):
         load(folder, patcher_)
     (problem,) = patcher.plan(folder, patcher_).problems
-    if error is PatchConstructionError:
-        with pytest.raises(error, match=message):
-            patcher_.resolve(LlamaForCausalLM, tiny.tiny_llama_config())
-        with pytest.raises(error, match=message), patcher_.applied():
-            LlamaForCausalLM(tiny.tiny_llama_config())
-    else:
-        with pytest.warns(UserWarning, match=message):
-            load(folder, patcher_.replace(strict=False))
+    with pytest.warns(UserWarning, match=message):
+        load(folder, patcher_.replace(strict=False))
     assert not CALLS
     assert next(iter(mapping)) in problem
 

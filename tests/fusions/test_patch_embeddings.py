@@ -33,7 +33,7 @@ from transformers import (
 )
 
 from patcher import InvalidPatcherError, PatchConflictError, Patcher, UnmatchedPatchError, report
-from patcher.fusions import Fusion, patch_embeddings
+from patcher.fusions import Fusion
 from patcher.fusions.fused_module import fuse
 from patcher.fusions.patch_embeddings import LinearPatchEmbedding, PatchEmbeddings
 from tests.support import shared
@@ -231,30 +231,6 @@ def test_whole_images_are_convolved_and_patches_multiplied() -> None:
         linear(image)
         linear(patches)
     assert operations.run == ["aten.convolution.default", "aten.addmm.default"]
-
-
-@pytest.mark.parametrize(
-    ("lacks", "dtype", "trains", "expected"),
-    [
-        (True, torch.bfloat16, False, "aten.addmm.default"),
-        (True, torch.bfloat16, True, "aten.convolution.default"),
-        (True, torch.float32, False, "aten.convolution.default"),
-        (False, torch.bfloat16, False, "aten.convolution.default"),
-    ],
-)
-def test_a_cpu_without_bfloat16_multiplies_whole_images_where_that_gains(
-    lacks: bool, dtype: torch.dtype, trains: bool, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(patch_embeddings, "LACKS_BFLOAT16", lacks)
-    convolution, image = nn.Conv2d(3, 8, 4, 4, dtype=dtype), torch.randn(2, 3, 16, 17, dtype=dtype)
-    stock = convolution(image)
-    linear = linear_form(convolution)
-
-    with Operations() as operations, torch.set_grad_enabled(trains):
-        found = linear(image)
-
-    assert operations.run == [expected]
-    torch.testing.assert_close(found, stock, atol=1e-2, rtol=1e-2)
 
 
 class Doubled(nn.Linear):

@@ -125,15 +125,6 @@ def a_function_that_a_final_class_calls(at: Place) -> Steps:
     assert torch.equal(made(Patcher({name: NotFinal}))(ONES), 3 * made(Patcher())(ONES))
 
 
-@advice("function_mapping: {}, for {}, doesn't fit {}. Give it the parameters of what it replaces.")
-def a_function_with_other_parameters(at: Place) -> Steps:
-    def other(q: Any, k: Any) -> Any:
-        return q, k
-
-    yield lambda: load(at.llama, Patcher(function_mapping={"apply_rotary_pos_emb": other}))
-    assert same(load(at.llama, Patcher(function_mapping={"apply_rotary_pos_emb": functions.counted_rope})), at.llama)
-
-
 @advice(": the model calls another function of that name; write {} for any")
 def a_function_of_another_model(at: Place) -> Steps:
     key = "transformers.models.mistral.modeling_mistral:rotate_half"
