@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import set_module_tensor_to_device  # type: ignore[import-untyped]
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from patcher.compat.models import (
@@ -35,6 +36,7 @@ from patcher.construction.meta_init import MetaInit, like, without_value
 from patcher.construction.plain_tensors import attributes, tensors_in
 from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.layouts.sharded import one_piece, split_like
+from patcher.loading.missing_experts import MissingExperts
 from patcher.patterns import inside
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ class InitialValues:
 
     def __init__(self, load: Loaded) -> None:
         self.model = model = load.model
+        self.model_class = load.record.model_class
         self.rules = load.rules
         self.frozen = load.frozen
         self.disk_index = load.disk_index
@@ -80,6 +83,9 @@ class InitialValues:
         self.given: dict[str, nn.Parameter] = {}
         #: what the checkpoint lacks -> the innermost replacement that has it
         self.new: dict[str, tuple[str, Built]] = {}
+        under = tuple(inside(path) for path, _ in self.replaced)
+        drawn = {key for key in self.absent if not (under and key.startswith(under))}
+        self.experts = MissingExperts.of(model, drawn) if drawn else None
         for path, built in self.replaced:
             for key, buffer in self._kept_buffers(path, built.module):
                 self.buffers[key] = buffer
@@ -98,6 +104,10 @@ class InitialValues:
             PatchConstructionError: what `__init__` gives to a new weight can't be known.
         """
         device_map = load_config.device_map or {"": "cpu"}
+        if self.experts is not None:
+            values = self.experts.values(self.model_class, self.model.config, load_config.dtype)
+            for key, tensor in values.items():
+                self._fill(key, tensor, device_map, load_config.disk_offload_folder)
         for key, parameter in self.given.items():
             if get_device(device_map, key, valid_torch_device=True) == parameter.device:
                 _set(self.model, key, parameter)  # the very object
@@ -167,6 +177,14 @@ class InitialValues:
         set_module_tensor_to_device(self.model, key, device, value=value, dtype=value.dtype)
         if key in self.missing and load_config.offload_buffers:
             self._offload(key, value, device_map, load_config.disk_offload_folder)
+
+    def _fill(self, key: str, value: torch.Tensor, device_map: Any, folder: Any) -> None:
+        """Give a parameter, which may be tied, other values."""
+        parameter = self.model.get_parameter(key)
+        if type(parameter) is nn.Parameter and not parameter.is_meta and not isinstance(parameter.data, DTensor):
+            parameter.data.copy_(value)
+        else:
+            self._put(key, nn.Parameter(value, parameter.requires_grad), device_map, folder)
 
     def _put(self, key: str, value: nn.Parameter, device_map: Any, folder: Any) -> None:
         made = value.data.to(get_device(device_map, key, valid_torch_device=True))

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import BertModel, LlamaForCausalLM, MixtralForCausalLM
+from transformers import BertModel, LlamaForCausalLM
 from transformers.core_model_loading import Concatenate, Transpose, WeightConverter
 
 from patcher import PatchedWeightsError, Patcher, plan
 from patcher.loading.saving import saved_state_dict
 from tests.support.replacements import JoinedMLP
-from tests.support.tiny import build_tiny, tiny_bert_config, tiny_llama_config, tiny_mixtral_config
+from tests.support.tiny import build_tiny, tiny_bert_config, tiny_llama_config
 
 JOINED = Patcher(
     {"LlamaMLP": JoinedMLP},
@@ -194,16 +194,3 @@ def test_a_plan_says_what_the_load_does(case: str, tmp_path: Any) -> None:
     with pytest.raises(PatchedWeightsError, match="It lacks") as caught:
         cls.from_pretrained(tmp_path, patcher=patcher)
     assert str(caught.value) == judged.problems[0]
-
-
-def test_experts_that_a_checkpoint_lacks_are_initialised_as_layers() -> None:
-    """Each by itself, so with other random numbers than a stack of stock would get."""
-    config = tiny_mixtral_config()
-    state = {key: value for key, value in build_tiny(config).state_dict().items() if ".experts." not in key}
-    model, found = MixtralForCausalLM.from_pretrained(
-        None, config=config, state_dict=state, output_loading_info=True, patcher=Patcher(fusions="sequential_experts")
-    )
-    own = {name: value for name, value in model.named_parameters() if ".experts." in name}
-    assert found["missing_keys"] == own.keys()
-    for value in own.values():
-        assert 0.5 * config.initializer_range < value.std() < 2 * config.initializer_range
