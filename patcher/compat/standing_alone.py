@@ -216,6 +216,21 @@ def load_state_dict(self, state_dict, *args, **kwargs):
     return super().load_state_dict(in_own_layout(self, state_dict), *args, **kwargs)
 
 
+def _load_from_state_dict(self, state_dict, prefix, *args):
+    """Refuse what is for layers of the original, the weights of an adapter for one: torch would leave them out."""
+    for key in state_dict:
+        module, layer = self, ""
+        for name in key.removeprefix(prefix).split(".")[:-1]:
+            layer, module = f"{layer}.{name}", module._modules.get(name)
+            if module is None:
+                converters = get_model_conversion_mapping(self, add_legacy=False)
+                converters = [each for each in converters if isinstance(each, WeightConverter)]
+                if rename_source_key(f"{layer[1:]}.weight", [], converters)[1] is not None:
+                    raise RuntimeError(f"{key} is for a layer of the original model only: load it into that.")
+                break
+    super()._load_from_state_dict(state_dict, prefix, *args)
+
+
 def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, **kwargs):
     """Write a checkpoint of the original."""
     offloaded = {"cpu", "disk"}.intersection(getattr(self, "hf_device_map", {}).values())

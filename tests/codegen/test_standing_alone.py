@@ -243,6 +243,23 @@ def test_a_patcher_on_top_of_a_file(imported: Any, tmp_path: Path) -> None:
     assert_saved_alike(model, stock, tmp_path / "saved")
 
 
+def test_weights_for_layers_of_the_original_are_not_left_out_in_silence(imported: Any, tmp_path: Path) -> None:
+    """PEFT loads an adapter through its own module around the model, without `strict`."""
+    folder = tiny.save_tiny(tiny.tiny_llama_config(), tmp_path / "checkpoint")
+    module: Any = imported(PatchConfig.from_patcher(Patcher(fusions=["qkv"]), transformers.LlamaForCausalLM))
+    around = nn.ModuleDict({"model": module.LlamaForCausalLM.from_pretrained(folder)})
+    own = {key: tensor + 1 for key, tensor in around.state_dict().items()}
+    assert not any(around.load_state_dict(own, strict=False))
+    assert all(torch.equal(tensor, own[key]) for key, tensor in around.state_dict().items())
+    of_an_adapter = {"model.model.layers.0.self_attn.q_proj.lora_A.default.weight": torch.zeros(2, 64)}
+    with pytest.raises(
+        RuntimeError, match=r"q_proj\.lora_A\.default\.weight is for a layer of the original model only"
+    ):
+        around.load_state_dict(of_an_adapter, strict=False)
+    of_others = {"model.model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(1)}  # as old checkpoints have it
+    assert around.load_state_dict(of_others, strict=False).unexpected_keys == [*of_others]
+
+
 def test_a_load_that_is_split_over_processes_is_refused(imported: Any, tmp_path: Path) -> None:
     folder = tiny.save_tiny(tiny.tiny_llama_config(), tmp_path / "checkpoint")
     from transformers.distributed import DistributedConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, WeightConverter
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, WeightConverter
 from transformers.core_model_loading import Concatenate
 
 from patcher import Patcher
+from patcher.codegen import PatchConfig, write
 from tests.support import fresh, shared
 from tests.support.beside import FUSED_QKV, LINEAR_EXPERTS, count
 from tests.support.comparing import logits
@@ -146,3 +148,27 @@ def test_the_order_of_imports_does_not_matter(folders: dict[str, Path], tmp_path
         "print('loaded')\n"
     )
     assert "loaded" in fresh.run(program, tmp_path, folders["moe"]).stdout
+
+
+def test_adapters_on_a_model_of_a_generated_file(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of this package runs there: an adapter of the file's layers is PEFT's own, one of the original raises."""
+    config = PatchConfig.from_patcher(FUSED_QKV, LlamaForCausalLM)
+    config.target_file = "modeling_with_adapters.py"
+    write(config, tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module: Any = importlib.import_module("modeling_with_adapters")
+
+    def adapted(cls: Any, *targets: str) -> tuple[Any, Path]:
+        lora = LoraConfig(target_modules=list(targets), r=4, init_lora_weights=False)
+        model = get_peft_model(cls.from_pretrained(folders["llama"]), lora)
+        model.save_pretrained(tmp_path / targets[0])
+        return model, tmp_path / targets[0]
+
+    own, saved = adapted(module.LlamaForCausalLM, "qkv_proj", "o_proj")
+    again = PeftModel.from_pretrained(module.LlamaForCausalLM.from_pretrained(folders["llama"]), saved)
+    assert torch.equal(logits(again), logits(own))
+    _, of_stock = adapted(LlamaForCausalLM, "q_proj", "o_proj")
+    with pytest.raises(RuntimeError, match=r"q_proj\.lora_A\.weight is for a layer of the original model only"):
+        PeftModel.from_pretrained(module.LlamaForCausalLM.from_pretrained(folders["llama"]), of_stock)

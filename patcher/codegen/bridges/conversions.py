@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 #: of the operation that turns stacks of experts where a checkpoint has them the other way round
 CHECKED_TRANSPOSE = {"dim0": 1, "dim1": 2, "check_dims": True}
 #: methods that the models of a file have besides
-METHODS = ("load_state_dict", "save_pretrained", "prepare_distribute_model")
+METHODS = ("load_state_dict", "_load_from_state_dict", "save_pretrained", "prepare_distribute_model")
 
 
 @dataclass
