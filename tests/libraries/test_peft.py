@@ -153,7 +153,7 @@ def test_the_order_of_imports_does_not_matter(folders: dict[str, Path], tmp_path
 def test_adapters_on_a_model_of_a_generated_file(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of this package runs there: an adapter of the file's layers is PEFT's own, one of the original raises."""
+    """An adapter of the layers of the file is PEFT's own; one of the layers of the original raises."""
     config = PatchConfig.from_patcher(FUSED_QKV, LlamaForCausalLM)
     config.target_file = "modeling_with_adapters.py"
     write(config, tmp_path)
