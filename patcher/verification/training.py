@@ -180,9 +180,9 @@ def spread(center: torch.Tensor, stock: Sequence[torch.Tensor], ours: Sequence[t
     >>> spread(center, draws(0.1, 1), draws(0.1, 1))
     ''
     >>> spread(center, draws(0.1, 1), draws(0.1, 0.9))
-    'in training mode the size of the output is 0.9 times stock's'
+    "in training mode the size of the output is 0.9 times stock's"
     >>> spread(center, draws(0.1, 1), draws(0, 1))
-    'in training mode the variance of the output is 0 times stock's'
+    "in training mode the variance of the output is 0 times stock's"
     """
     features: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "size of the output": lambda x: (x * center).sum() / center.square().sum(),

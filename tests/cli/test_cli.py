@@ -244,7 +244,7 @@ def test_bench_measures_what_the_options_name_and_their_subsets(folder: Path) ->
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert [each["patcher"] for each in found["measured"]] == ["Patcher(fusions=['qkv'])"]
-    assert "is not the same as stock" in found["left_out"][0]["why"]
+    assert "differs from stock" in found["left_out"][0]["why"]
     assert {name.split(",")[0] for name in found["stock"]} == {"prefill"}
 
     done = run("bench", folder, "--class", "LlamaMLP=my_patches:Doubled", "--seconds", "2", "--no-verify")
