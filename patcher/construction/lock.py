@@ -80,8 +80,8 @@ class ConstructionLock:
                 )
 
     def after_fork_in_child(self) -> None:
-        """Let go of what a thread holds that the child doesn't have."""
-        if self._holders and self._holders[0].thread != threading.current_thread().name:
+        """Let go of what a thread holds that the child doesn't have: it has the one that forked only."""
+        if not self._lock._is_owned():  # type: ignore[attr-defined]
             self._lock._at_fork_reinit()  # type: ignore[attr-defined]
             self._holders.clear()
 
