@@ -290,7 +290,7 @@ class Body:
                     return self._followed(found, node, self.module)
                 return self._call_of(found, node) if found is not ... else (False, f"{attr} isn't known")
             case ast.Attribute(value=ast.Call(func=ast.Name(id="super"), args=[])) if self.module is not None:
-                return self._call_of_base(node, node.func.attr)
+                return self._call_of_base(node.func.attr)
             case ast.Name(id=name) if name in self.assigned:
                 is_attention = all(map(self._is_attention, self.assigned[name] or [None]))
                 return is_attention, "" if is_attention else f"{name} isn't known before it runs"
@@ -325,17 +325,14 @@ class Body:
                 return isinstance(self.outside(table), transformers.AttentionInterface)
         return False
 
-    def _call_of_base(self, node: ast.Call, name: str) -> Called:
-        """`super().forward(...)`, of a layer of torch or of modeling code."""
+    def _call_of_base(self, name: str) -> Called:
+        """`super().forward(...)`, of a layer of torch."""
         mro = type(self.module).__mro__
-        owner = next((cls for cls in mro if vars(cls).get(self.method.name) is self.method.function), None)
-        bases = mro[mro.index(owner) + 1 :] if owner is not None else ()
-        base = next((cls for cls in bases if name in vars(cls)), None)
-        if base is None or self.module is None:
-            return False, "the base isn't known"
-        if base in _LAYERS and name == "forward":
-            return _of_layer(self.module)
-        return self._followed(vars(base)[name], node, self.module)
+        owner = next((cls for cls in mro if vars(cls).get(self.method.name) is self.method.function), nn.Module)
+        base = next((cls for cls in mro[mro.index(owner) + 1 :] if name in vars(cls)), None)
+        if self.module is None or base not in _LAYERS or name != "forward":
+            return False, "what the base does isn't followed"
+        return _of_layer(self.module)
 
     def _call_of(self, found: Any, node: ast.Call) -> Called:
         if isinstance(found, functools.partial) and not found.args and not {"inplace", "out"} & found.keywords.keys():
