@@ -63,14 +63,12 @@ class Construction:
     Args:
         rules: what is in force.
         by_hand: no checkpoint is read: the model is finished when its modules stand.
-        on_meta: buffers may stay on the meta device too, of a replacement that would take more memory than there is.
         is_skeleton: built for its names and shapes only: no fusions, nothing is judged.
     """
 
     rules: ClassRules
     _: KW_ONLY
     by_hand: bool = False
-    on_meta: bool = False
     is_skeleton: bool = False
     built: list[Built] = field(init=False, default_factory=list)
     #: the rules by which they were built, `class_mapping[key]`, each with the names of the classes that it matched
@@ -184,26 +182,12 @@ class Construction:
             The numbers of its parameters: now, for a quantizer may put others in their places.
         """
         self._building.append(module)
-        count = len(self.built)
         try:
             if self.meta_init is not None:
                 self.meta_init.construct(module, original, replacement, args, kwargs)
                 return {}
             meta_init = MetaInit()
-            try:
-                self._initialise(meta_init, module, original, replacement, args, kwargs)
-            except PatchConstructionError as error:
-                if not self.on_meta or (meta_init.wanting and not self.is_skeleton):
-                    raise
-                del self.built[count:]
-                module.__class__ = original
-                module.__dict__.clear()
-                mark_original_class(module, original)
-                try:
-                    self._initialise(MetaInit(buffers_too=True), module, original, replacement, args, kwargs)
-                except PatchConstructionError:
-                    raise error from error.__cause__
-                return {}
+            self._initialise(meta_init, module, original, replacement, args, kwargs)
             if meta_init.to_meta and not self.is_skeleton:
                 check_values(module, meta_init)
             return meta_init.numbers(module)

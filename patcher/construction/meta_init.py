@@ -34,15 +34,11 @@ class MetaInit:
     for the one that `__init__` has made may be somebody else's as well.
 
     Args:
-        buffers_too: whether buffers may stay on meta as well.
         to_meta: whether the model is built on meta; where it is now, it is.
         moved: the numbers of those that are moved, by default all.
     """
 
-    def __init__(
-        self, *, buffers_too: bool = False, to_meta: bool = False, moved: Container[int] = range(sys.maxsize)
-    ) -> None:
-        self.buffers_too = buffers_too
+    def __init__(self, *, to_meta: bool = False, moved: Container[int] = range(sys.maxsize)) -> None:
         self.to_meta = to_meta
         #: what torch raised for want of a value
         self.wanting: list[BaseException] = []
@@ -81,7 +77,7 @@ class MetaInit:
         """See to it that what has no value is on meta inside the block, and nothing else."""
         # On the stock path everything is built under `torch.device("meta")`: there buffers must be made real.
         self.to_meta = self.to_meta or torch.empty(0).device.type == "meta"
-        if self.to_meta and not self.buffers_too:
+        if self.to_meta:
             with torch.device("cpu"), _Mixing(self.wanting):
                 yield
         else:

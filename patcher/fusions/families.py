@@ -157,26 +157,12 @@ def _registered_on(path: tuple[str, ...]) -> Mapping[str, tuple[EntryPoint, ...]
     return {name: tuple(entries.values()) for name, entries in found.items()}
 
 
-def _registered_as(name: str) -> tuple[EntryPoint, ...]:
-    """The entry points of a name, also those of a package that has just been installed."""
-    if name not in _registered():
-        _registered_on.cache_clear()
-    return _registered().get(name, ())
-
-
 def _entry(name: str) -> EntryPoint | None:
     """The entry of a name, if there is one; it isn't imported."""
-    if name in FAMILIES:
-        if others := _registered().get(name):
-            packages = " and ".join(map(_told, others))
-            cls = FAMILIES[name].rpartition(":")[2]
-            raise PatchConflictError(
-                f"fusions: {name!r} is a family of patcher, and {packages} register{'s' * (len(others) == 1)} another "
-                f"one of that name. Pass an object of the one that is meant: patcher.fusions.{cls}() or that of the "
-                "package; or uninstall the package."
-            )
-        return EntryPoint(name, FAMILIES[name], GROUP)
-    entries = _registered_as(name)
+    ours = (EntryPoint(name, FAMILIES[name], GROUP),) if name in FAMILIES else ()
+    if not ours and name not in _registered():
+        _registered_on.cache_clear()  # a package may just have been installed
+    entries = (*ours, *_registered().get(name, ()))
     if len(entries) > 1:
         raise PatchConflictError(
             f"fusions: {name!r} is registered by several packages, {' and '.join(map(_told, entries))}. "
@@ -187,9 +173,6 @@ def _entry(name: str) -> EntryPoint | None:
 
 def _loaded(entry: EntryPoint) -> type[Fusion]:
     name = entry.name
-    if name in FAMILIES:
-        ours: type[Fusion] = entry.load()
-        return ours
     try:
         family = entry.load()
     except Exception as error:
@@ -197,15 +180,10 @@ def _loaded(entry: EntryPoint) -> type[Fusion]:
             f"fusions: {name!r} is registered by {_told(entry)}, and importing that failed with "
             f"{type(error).__name__}: {error}. Update the package or what it lacks, or uninstall it."
         ) from error
-    if not (isinstance(family, type) and issubclass(family, Fusion)):
+    if not (isinstance(family, type) and issubclass(family, Fusion) and family.name == name):
         raise InvalidPatcherError(
-            f"fusions: {name!r} is registered by {_told(entry)}, which isn't a subclass of patcher.fusions.Fusion but "
-            f"{family!r}. Its package has to register the class of a family."
-        )
-    if family.name != name:
-        raise InvalidPatcherError(
-            f"fusions: {name!r} is registered by {_told(entry)}, whose name is {family.name!r}. Its package has to "
-            f"register it as {family.name!r}, or to give the class name = {name!r}."
+            f"fusions: {name!r} is registered by {_told(entry)}, which isn't a subclass of patcher.fusions.Fusion "
+            f"called {name!r} but {family!r}. Its package has to register the class of a family under its name."
         )
     return family
 

@@ -60,8 +60,8 @@ _LAYERS: frozenset[type[nn.Module]] = frozenset(
     ).split()
 )
 _VIEWS = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Flatten, nn.Unflatten)
-#: Functions and methods of torch that make tensors with memory of their own, or a number.
-_MAKING = frozenset("zeros ones full empty zeros_like ones_like empty_like arange cat matmul softmax size".split())
+#: Values that have no methods which change anything.
+_CONSTANTS = (type(None), int, float, str, torch.dtype, torch.device)
 _LOGGERS = (logging.Logger, logging.LoggerAdapter)
 _WRITING_SETTINGS = ("inplace", "max_norm")
 _DEPTH = 4
@@ -216,15 +216,11 @@ class Body:
                 return made == self.assigned[name] != [] and all(map(self.is_new, made))
             case ast.BinOp():
                 return self.is_value(node)
-            case ast.Call(func=ast.Attribute(value=owner, attr=attr) as func):
-                if self.is_own(func):
-                    layer = type(self.own(attr))
-                    if attr in self.parts and self.is_lenient:
-                        return False  # it is memory of the joined product
-                    return layer in _LAYERS and layer not in _VIEWS and not self.call(node)[1]
-                found = self.outside(owner)
-                is_of_torch = found is ... or found is torch or found is nn.functional
-                return is_of_torch and attr in _MAKING and self.is_value(node)
+            case ast.Call(func=ast.Attribute(attr=attr) as func) if self.is_own(func):
+                if attr in self.parts and self.is_lenient:
+                    return False  # it is memory of the joined product
+                layer = type(self.own(attr))
+                return layer in _LAYERS and layer not in _VIEWS and not self.call(node)[1]
             case ast.Constant():
                 return True
         return False
@@ -290,7 +286,7 @@ class Body:
                     return self._followed(found, node, self.module)
                 return self._call_of(found, node) if found is not ... else (False, f"{attr} isn't known")
             case ast.Attribute(value=ast.Call(func=ast.Name(id="super"), args=[])) if self.module is not None:
-                return self._call_of_base(node, node.func.attr)
+                return self._call_of_base(node.func.attr)
             case ast.Name(id=name) if name in self.assigned:
                 is_attention = all(map(self._is_attention, self.assigned[name] or [None]))
                 return is_attention, "" if is_attention else f"{name} isn't known before it runs"
@@ -325,17 +321,14 @@ class Body:
                 return isinstance(self.outside(table), transformers.AttentionInterface)
         return False
 
-    def _call_of_base(self, node: ast.Call, name: str) -> Called:
-        """`super().forward(...)`, of a layer of torch or of modeling code."""
+    def _call_of_base(self, name: str) -> Called:
+        """`super().forward(...)`, of a layer of torch."""
         mro = type(self.module).__mro__
-        owner = next((cls for cls in mro if vars(cls).get(self.method.name) is self.method.function), None)
-        bases = mro[mro.index(owner) + 1 :] if owner is not None else ()
-        base = next((cls for cls in bases if name in vars(cls)), None)
-        if base is None or self.module is None:
-            return False, "the base isn't known"
-        if base in _LAYERS and name == "forward":
-            return _of_layer(self.module)
-        return self._followed(vars(base)[name], node, self.module)
+        owner = next((cls for cls in mro if vars(cls).get(self.method.name) is self.method.function), nn.Module)
+        base = next((cls for cls in mro[mro.index(owner) + 1 :] if name in vars(cls)), None)
+        if self.module is None or base not in _LAYERS or name != "forward":
+            return False, "what the base does isn't followed"
+        return _of_layer(self.module)
 
     def _call_of(self, found: Any, node: ast.Call) -> Called:
         if isinstance(found, functools.partial) and not found.args and not {"inplace", "out"} & found.keywords.keys():
@@ -414,8 +407,10 @@ class Body:
                 given = dict.fromkeys(names, False)
             given |= {each.arg: self.is_value(each.value) for each in node.keywords if each.arg is not None}
             is_complete = not any(each.arg is None for each in node.keywords)
-            defaults = _plain_defaults(method.node) if is_complete else set()
-            return self._result_of(method, module, {name for name in names if given.get(name, name in defaults)}), ""
+            if is_complete:
+                defaults = {name: each.default for name, each in inspect.signature(function).parameters.items()}
+                given = {name: isinstance(value, _CONSTANTS) for name, value in defaults.items()} | given
+            return self._result_of(method, module, {name for name in names if given.get(name)}), ""
         except NotUnderstoodError as error:
             return False, str(error)
 
@@ -532,7 +527,7 @@ def _element(value: ast.expr) -> ast.expr:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
-    return value is None or isinstance(value, int | float | str | torch.dtype | torch.device | torch.Tensor)
+    return isinstance(value, (*_CONSTANTS, torch.Tensor))
 
 
 def _locals_of(method: Method) -> Iterator[str]:
@@ -548,14 +543,3 @@ def _locals_of(method: Method) -> Iterator[str]:
 
 def _parameters(node: ast.FunctionDef) -> list[str]:
     return [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-
-
-def _plain_defaults(node: ast.FunctionDef) -> set[str]:
-    """The parameters whose defaults are constants."""
-    arguments = node.args
-    positional = [*arguments.posonlyargs, *arguments.args]
-    pairs = [
-        *zip(reversed(positional), reversed(arguments.defaults), strict=False),
-        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
-    ]
-    return {each.arg for each, default in pairs if isinstance(default, ast.Constant)}

@@ -170,12 +170,6 @@ def _forms_of(
 def _check_uses(tree: ast.FunctionDef, group: tuple[str, ...], method: str, cls: type[nn.Module]) -> None:
     """Raise for a use of a projection that isn't a call, or a look at its weight."""
     where, this = f"{cls.__name__}.{method}", self_of(tree)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr.endswith("_") and not node.attr.endswith("__"):
-            inner = list(ast.walk(node.value))
-            is_of_part = any(isinstance(each, ast.Attribute) and each.attr in group for each in inner)
-            if is_of_part and not any(isinstance(each, ast.Call) for each in inner):
-                raise NotUnderstoodError(f"{where} writes into it with {shown(node)!r}")
     for node in taken_as_modules(tree, group, lambda owner: getattr(owner, "id", None) == this):
         if not isinstance(node.ctx, ast.Load):
             raise NotUnderstoodError(f"{where}: {node.attr} is assigned")

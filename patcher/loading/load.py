@@ -175,7 +175,7 @@ def construct(load: Request, done: Callable[[Constructed], object]) -> Iterator[
     """
     started = time.perf_counter()
     rules = ClassRules(load.in_force)
-    construction = Construction(rules, on_meta=load.dry_run is not None)
+    construction = Construction(rules)
     with building(construction), NoValues():
         yield
     model = check_stands(construction, load.model_class)

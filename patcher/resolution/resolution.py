@@ -127,7 +127,7 @@ def _skeleton(
     config = deepcopy(config)
     if isinstance(config.dtype, str):  # as it stands in a file, and as saving leaves it
         config.dtype = getattr(torch, config.dtype)
-    construction = Construction(ClassRules(entries), on_meta=True, is_skeleton=True)
+    construction = Construction(ClassRules(entries), is_skeleton=True)
     # include_buffers=True is only `torch.device("meta")`: accelerate's one way that other threads don't see
     alone = construction_lock.held_for(model_class.__name__)
     with alone, building(construction), init_empty_weights(include_buffers=True), NoValues():

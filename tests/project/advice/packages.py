@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from patcher import Patcher
-from patcher.fusions import QKV
 from tests.project.advice import Place, Steps, advice, load, same
 from tests.support.packages import lay_out
 
@@ -48,25 +47,6 @@ def package(name: str, family: str, folder: Path) -> None:
 def uninstall(name: str, folder: Path) -> None:
     shutil.rmtree(folder / f"{name}-1.0.dist-info")
     importlib.invalidate_caches()
-
-
-@advice(
-    "fusions: {} is a family of patcher, and {} register{} another one of that name. "
-    "Pass an object of the one that is meant: patcher.fusions.{}() or that of the package; or uninstall the package."
-)
-def a_package_with_a_name_of_ours(at: Place) -> Steps:
-    with on_path(at.tmp / "site"):
-        package("one", "qkv", at.tmp / "site")
-        yield lambda: Patcher(fusions="qkv")
-        assert same(load(at.llama, Patcher(fusions=QKV())), at.llama)
-        theirs: Any = importlib.import_module("advised_one").Family()
-        assert same(load(at.llama, Patcher(fusions=theirs)), at.llama)
-        uninstall("one", at.tmp / "site")
-        sys.path.insert(0, str(at.tmp / "others"))  # what another process finds
-        try:
-            assert same(load(at.llama, Patcher(fusions="qkv")), at.llama)
-        finally:
-            sys.path.pop(0)
 
 
 @advice(
