@@ -10,6 +10,7 @@ was: it can be pickled, subclassed and compared meanwhile.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import ModuleType
@@ -200,6 +201,16 @@ def cover_new_model(cls: type[PreTrainedModel]) -> None:
         for cover in _Cover.active:
             if cover.models:
                 cover.add(cls)
+
+
+def _after_fork_in_child() -> None:
+    # The child has one thread: what the others had put in place is nobody's.
+    for cover in _Cover.active - set(_covers()):
+        cover.remove_all()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _cover_module(module: ModuleType) -> None:
