@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from types import BuiltinFunctionType, CodeType, GeneratorType, ModuleType
+from functools import partial
+from types import BuiltinFunctionType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -59,6 +60,28 @@ def tensors_in(value: Any, is_known: Callable[[nn.Module], bool]) -> list[torch.
             waiting += each.values()
         elif isinstance(each, list | tuple | set | frozenset):
             waiting += each
+        elif isinstance(each, partial):
+            waiting += [each.func, each.args, each.keywords]
+        elif isinstance(each, MethodType):
+            waiting.append(each.__self__)
+        elif isinstance(each, FunctionType):
+            waiting += _closure(each)
         else:
-            waiting += getattr(each, "__dict__", {}).values()
+            waiting += [*getattr(each, "__dict__", {}).values(), *_slots(each)]
     return found
+
+
+def _closure(function: FunctionType) -> list[Any]:
+    held = [function.__defaults__, function.__kwdefaults__]
+    for cell in function.__closure__ or ():
+        try:
+            held.append(cell.cell_contents)
+        except ValueError:  # not assigned yet
+            continue
+    return held
+
+
+def _slots(value: Any) -> list[Any]:
+    names = (vars(cls).get("__slots__", ()) for cls in type(value).__mro__)
+    slots = [name for each in names for name in ([each] if isinstance(each, str) else each)]
+    return [getattr(value, name) for name in slots if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
