@@ -95,16 +95,6 @@ def without_numbers(name: str) -> str:
     return _NUMBER.sub("#", name)
 
 
-def common_prefix(names: list[str]) -> str:
-    """The longest beginning, up to a dot, that the names share and that is the whole of none."""
-    shared: list[str] = []
-    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return "".join(f"{part}." for part in shared)
-
-
 #: How reports name the model itself, whose path is "".
 ROOT = "(root)"
 

@@ -251,29 +251,23 @@ def separated(
         PatchedWeightsError: something in it can't be told.
     """
     result, converted = dict(state_dict), set[str]()
-    by_depth: dict[int, dict[str, ModuleLayouts]] = {}
-    for each in carrying:
-        path, carried = in_state_dict(each.path), each.carried
-        by_depth.setdefault(len(path.split(".")) if path else 0, {})[path] = carried
-    for depth in sorted(by_depth, reverse=True):  # what is inside of another such module comes first
-        owners: dict[str, dict[str, torch.Tensor]] = {path: {} for path in by_depth[depth]}
-        for key, value in result.items():
-            path = ".".join(key.split(".")[:depth])
-            if path in owners:
-                owners[path][key.removeprefix(inside(path))] = value
-        ordered: dict[str, dict[str, torch.Tensor]] = {}
-        for path, own in owners.items():
-            found, names = by_depth[depth][path].separate(path, own)
-            ordered[path] = {f"{inside(path)}{name}": value for name, value in found.items()}
-            converted |= {f"{inside(path)}{name}" for name in names}
+    # What is inside of another such module comes first, the model itself last.
+    for each in sorted(carrying, key=lambda each: -len(each.path.split(".")) if each.path else 0):
+        prefix = each.prefix
+        own = {key.removeprefix(prefix): value for key, value in result.items() if key.startswith(prefix)}
+        if not own:
+            continue
+        found, names = each.carried.separate(in_state_dict(each.path), own)
+        made = {f"{prefix}{name}": value for name, value in found.items()}
+        converted |= {f"{prefix}{name}" for name in names}
         # In the place of the first of them: what transformers makes shards of goes by the order.
         replaced: dict[str, torch.Tensor] = {}
         for key, value in result.items():
-            path = ".".join(key.split(".")[:depth])
-            if path not in owners:
+            if not key.startswith(prefix):
                 replaced[key] = value
-            else:
-                replaced |= ordered.pop(path, {})
+            elif made:
+                replaced |= made
+                made = {}
         result = replaced
     return result, converted
 

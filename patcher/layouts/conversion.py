@@ -28,7 +28,6 @@ from patcher.errors import PatchedWeightsError
 from patcher.layouts.layouts import Layout
 from patcher.layouts.operations import reversible
 from patcher.layouts.transforms import by_itself, describe, single
-from patcher.patterns import common_prefix, without_numbers
 
 
 def made_by_name(converter: WeightConverter, first: str) -> list[str]:
@@ -198,38 +197,6 @@ class Group:
             tuple(operations),
             getattr(model, "config", None),
         )
-
-    @property
-    def kind(self) -> Any:
-        """What groups of layers that are alike have in common."""
-        return id(self.transform), without_numbers(self.first), tuple(self.taken.values())
-
-
-class Alike:
-    """Layouts for layers that are alike: only one of them is converted."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, Converted] = {}
-
-    def layout(self, group: Group, model: Any) -> Converted:
-        """The layout of a group; its operations are those of the first that is like it."""
-        known = self._known.get(group.kind)
-        if known is None:
-            known = self._known[group.kind] = group.layout(model)
-            return known
-        head = common_prefix([known.target, *known.fused])
-        tail = known.target.removeprefix(head)
-        if not group.first.endswith(tail):
-            return group.layout(model)
-        own = group.first.removesuffix(tail)
-        fused = tuple(own + name.removeprefix(head) for name in known.fused)
-        values = vars(known) | {
-            "stock": group.keys,
-            "fused": fused,
-            "target": group.first,
-            "made": tuple(zip(fused, (pattern for _, pattern in known.made), strict=True)),
-        }
-        return Converted(**values)
 
 
 class _Seen(ConversionOps):

@@ -20,20 +20,8 @@ if TYPE_CHECKING:
     from patcher.loading.load import Constructed, Selected
 
 
-def _nothing(*args: Any) -> None:
-    pass
-
-
-def _no_context(*args: Any) -> AbstractContextManager[Any]:
-    return nullcontext()
-
-
 #: Path of a module that an adapter is around -> it, and what makes it with the adapter merged into it, if it does.
 Adapted: TypeAlias = "Mapping[str, tuple[nn.Module, Callable[[], nn.Module] | None]]"
-
-
-def _none(model: nn.Module, merged: bool, around: nn.Module) -> Adapted:
-    return {}
 
 
 @dataclass(frozen=True)
@@ -52,10 +40,12 @@ class Integration:
 
     name: str
     seams: tuple[Seam, ...] = ()
-    on_constructed: Callable[[Constructed], object] = _nothing
-    on_routed: Callable[[Selected, Any], object] = _nothing
-    on_saved: Callable[[PreTrainedModel, dict[str, Any]], AbstractContextManager[Any]] = _no_context
-    adapted: Callable[[nn.Module, bool, nn.Module], Adapted] = _none
+    on_constructed: Callable[[Constructed], object] = lambda load: None
+    on_routed: Callable[[Selected, Any], object] = lambda load, quantizer: None
+    on_saved: Callable[[PreTrainedModel, dict[str, Any]], AbstractContextManager[Any]] = lambda model, given: (
+        nullcontext()
+    )
+    adapted: Callable[[nn.Module, bool, nn.Module], Adapted] = lambda model, merged, around: {}
 
 
 _registered: dict[str, Integration] = {}

@@ -29,7 +29,7 @@ from patcher.compat.models import ModelView, state_tensors, ties
 from patcher.errors import PatchedWeightsError
 from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.carried import fused_modules
-from patcher.layouts.conversion import Alike, Converted, Group, convert, made_by_name
+from patcher.layouts.conversion import Converted, Group, convert, made_by_name
 from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
 from patcher.layouts.names import Named, Names
 from patcher.layouts.operations import joins_unequal, only_moves
@@ -234,7 +234,6 @@ class _Router:
         self.origins: dict[str, tuple[tuple[str, ...], bool]] = {}
         self.unfit = Unfit()
         self.unused: dict[str, str] = {}
-        self.alike = Alike()
 
     @cached_property
     def revert(self) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
@@ -378,11 +377,10 @@ class _Router:
     def _layout(self, group: Group, is_ours: bool) -> Converted:
         if not self.unknown.isdisjoint(group.keys):
             return self._at_its_word(group)
-        is_known = has_known_operations(group.transform)
         try:
-            return self.alike.layout(group, self.view) if is_known else group.layout(self.view)
+            return group.layout(self.view)
         except Exception:
-            if is_known or not is_ours:
+            if has_known_operations(group.transform) or not is_ours:
                 raise
         if self.dtype is None:
             return self._at_its_word(group)

@@ -23,7 +23,7 @@ from patcher.compat.conversions import (
     stock_revert,
     used_conversions,
 )
-from patcher.compat.models import ModelView, load_offloaded_parameter
+from patcher.compat.models import ModelView, load_offloaded_parameter, stock_class
 from patcher.errors import PatchedWeightsError
 from patcher.fusions.base import Fusion
 from patcher.layouts.carried import Carrier, carriers, fused_modules, separated
@@ -59,20 +59,9 @@ class SavePlan:
     one_by_one: bool = False
 
     @property
-    def model_class(self) -> type[PreTrainedModel]:
-        """The class that the checkpoint is of."""
-        return type(self.model) if self.record is None else self.record.model_class
-
-    @property
     def fusions(self) -> tuple[str | Fusion, ...]:
         """Those in whose layout the weights are saved, none in the original format."""
         return () if self.original_format or self.record is None else tuple(self.record.fusions)
-
-    @property
-    def _is_quantized_by_the_load(self) -> bool:
-        """Whether the quantizer that would read the file has quantized what no file has had: it takes stacks then."""
-        quantizer = getattr(self.model, "hf_quantizer", None)
-        return quantizer is not None and not is_prequantized(quantizer)
 
     def saved_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The state dict as the stock model would save it.
@@ -83,9 +72,10 @@ class SavePlan:
         moved: dict[str, str] = {}
         same: dict[str, str] = {}
         # The load of a quantized checkpoint has read such layers as they are, and run no conversion of stacks.
-        is_read = getattr(self.model, "hf_quantizer", None) is not None
-        revert = reverted_from_scratch(self.model) if is_read else functools.partial(self._named, restored={})
-        for each in self.carrying if not self._is_quantized_by_the_load else ():
+        quantizer = getattr(self.model, "hf_quantizer", None)
+        revert = reverted_from_scratch(self.model) if quantizer else functools.partial(self._named, restored={})
+        # A quantizer that has quantized what no file has had so takes stacks, if it reads the file.
+        for each in self.carrying if quantizer is None or is_prequantized(quantizer) else ():
             quantized, plain = named_as_in_checkpoint(each, state_dict, revert)
             moved |= quantized
             same |= plain if self.one_by_one else {}
@@ -228,9 +218,8 @@ def plan_original_format(model: PreTrainedModel) -> SavePlan:
     """How a model, patched or not, is saved as the stock one would be."""
     record, carrying = record_of(model), tuple(carriers_in(model))
     is_converted = any(each.carried.converted for each in carrying)
-    model_class = type(model) if record is None else record.model_class
     # Not patched, by nothing that may be in force around us either; and built once.
-    stock = functools.cache(lambda: skeleton(model_class, model.config))
+    stock: Any = functools.cache(lambda: skeleton(stock_class(model), model.config))  # type: ignore[arg-type]
     # Without a record of its own it is a model around patched modules; some quantizers have a model forget its load.
     is_read = record is None or (record.read and (has_used_conversions(model) or is_converted))
     if record is not None and record.read and not is_read:

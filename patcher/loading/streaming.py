@@ -231,8 +231,7 @@ class _Checkpoint:
             return  # there is nothing to take part in
         for part in self.parts:
             made = self.made(*part)
-            while made:
-                name = next(iter(made))
+            for name in list(made):
                 tensor = made.pop(name)
                 if is_given:
                     yield name, tensor.contiguous() if type(tensor) is torch.Tensor else tensor

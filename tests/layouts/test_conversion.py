@@ -12,7 +12,7 @@ from transformers import Concatenate, WeightConverter
 from transformers.core_model_loading import Chunk, ConversionOps, Interleave, MergeModulelist, Transpose
 
 from patcher import PatchedWeightsError
-from patcher.layouts.conversion import Alike, Converted, Group
+from patcher.layouts.conversion import Converted, Group
 
 MODEL = SimpleNamespace(config=None)
 
@@ -26,42 +26,6 @@ def group(converter: WeightConverter, first: str, *shape: int) -> Group:
 
 def join(*operations: ConversionOps) -> WeightConverter:
     return WeightConverter(["a", "b"], ["ab"], [*operations] or [Concatenate(dim=0)])
-
-
-def test_of_layers_that_are_alike_one_is_converted(monkeypatch: pytest.MonkeyPatch) -> None:
-    alike, converter = Alike(), join()
-    first = alike.layout(group(converter, "layers.0.ab"), MODEL)
-    monkeypatch.setattr(Group, "layout", lambda *_: pytest.fail("converted again"))
-    again = alike.layout(group(converter, "layers.17.ab"), MODEL)
-    assert again.fused == ("layers.17.ab",)
-    assert again.stock == ("layers.17.a", "layers.17.b")
-    assert again.fused_shapes() == first.fused_shapes() == [torch.Size([4, 3])]
-
-
-def test_other_shapes_names_and_converters_are_not_alike() -> None:
-    alike, converter = Alike(), join()
-    known = alike.layout(group(converter, "layers.0.ab"), MODEL)
-    for other in (
-        group(converter, "layers.1.ab", 5, 3),
-        group(converter, "blocks.1.ab"),
-        group(join(Concatenate(dim=1)), "layers.1.ab"),
-    ):
-        assert alike.layout(other, MODEL).operations is not known.operations
-
-
-class Elsewhere(ConversionOps):
-    """Makes something that no other layer has."""
-
-    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        name = kwargs["full_layer_name"]
-        return {name: input_dict["a"], "shared.scale": torch.empty(1, device="meta")}
-
-
-def test_what_lies_elsewhere_is_found_for_its_own_layer_only() -> None:
-    """A conversion may name what it makes as it likes: the number is then a part of the name."""
-    alike, converter = Alike(), join(Elsewhere())
-    assert alike.layout(group(converter, "layers.0.ab"), MODEL).fused == ("layers.0.ab", "shared.scale")
-    assert alike.layout(group(converter, "layers.1.ab"), MODEL).fused == ("layers.1.ab", "shared.scale")
 
 
 ORDERS: dict[str, tuple[WeightConverter, Any]] = {

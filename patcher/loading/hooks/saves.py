@@ -18,7 +18,7 @@ from torch import distributed
 from transformers import PreTrainedModel
 
 from patcher.checkpoints.weight_files import VARIANT
-from patcher.compat.models import has_adapters, named_as
+from patcher.compat.models import has_adapters, named_as, stock_class
 from patcher.compat.seams import Stock, not_called, seam
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.config import names_fusions, with_fusion_names
@@ -58,10 +58,9 @@ def save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: A
     if given["distributed_checkpoint"] and (
         fused_modules(self) or (record is not None and any(map(converts, record.patchers)))
     ):
-        name = type(self) if record is None else record.model_class
         raise InvalidPatcherError(
             "distributed_checkpoint=True writes the parameters as they lie in memory, and those of a patched model "
-            f"don't lie as in the checkpoint of {name.__name__}. Leave it out."
+            f"don't lie as in the checkpoint of {stock_class(self).__name__}. Leave it out."
         )
     save = None
     if record is not None or names_fusions(self.config) or carriers(self):
@@ -79,7 +78,7 @@ def save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: A
             stack.enter_context(each.on_saved(self, given))
         if save is not None:
             stack.enter_context(_named_config(save.plan))
-            given["self"] = named_as(self, save.plan.model_class)
+            given["self"] = named_as(self, stock_class(self))
         result = stock(*arguments.args, **arguments.kwargs)
     is_folder = Path(given["save_directory"]).is_dir()  # transformers only logs that it isn't
     is_writer = given["is_main_process"] and (not distributed.is_initialized() or distributed.get_rank() == 0)
