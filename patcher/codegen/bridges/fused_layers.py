@@ -28,8 +28,9 @@ from patcher.fusions.joined import Joined
 from patcher.fusions.patch_embeddings import LinearPatchEmbedding
 from patcher.fusions.rewrite import class_text
 from patcher.source.decorators import replaced_methods
-from patcher.source.edits import Edit, Text, applied, start_line
+from patcher.source.edits import Edit, Text, applied
 from patcher.source.indentation import dedented
+from patcher.source.reading import start_line
 from patcher.source.scopes import top_level
 
 if TYPE_CHECKING:
