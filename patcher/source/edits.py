@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from patcher.source.reading import Definition, start_line
+from patcher.source.scopes import inner_blocks
 
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _NAMED = re.compile(r"(?:async\s+)?(?:def|class)[\s\\]+")
@@ -152,15 +153,6 @@ class Place(NamedTuple):
         """How many empty lines are above, and above the comments."""
         lines = [text.lines[number - 1].strip() for number in self.comments(text)]
         return next((index for index, line in enumerate(lines) if line), len(lines))
-
-
-def inner_blocks(node: Any) -> Iterator[tuple[list[ast.stmt], Any]]:
-    """The blocks of a compound statement, each with what begins it."""
-    for name in ("body", "orelse", "finalbody"):
-        if isinstance(block := getattr(node, name, None), list) and block:
-            yield block, node
-    for part in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
-        yield part.body, getattr(part, "pattern", part)
 
 
 def places(block: list[ast.stmt], owner: Any) -> Iterator[Place]:

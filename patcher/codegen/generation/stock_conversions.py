@@ -11,14 +11,15 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 from patcher.codegen.spec import PatchSpec
-from patcher.source.edits import lines_of
+from patcher.source.edits import Edit, Text, applied
 from patcher.source.modules import SourceModule, find_spec
 from patcher.source.reading import parsed
-from patcher.source.scopes import imported_names, statements_of, top_level
+from patcher.source.scopes import bound_by, imported_names, statements_of, top_level
 
 #: The method, and the comment that says why it is there.
 METHOD = "is_custom_code"
@@ -51,39 +52,25 @@ def with_stock_conversions(
         return text, []
     if wanted is None and not _concerns(source, original):
         return text, []
-    tree = parsed(text)
+    file = Text(text, parsed(text))
+    tree = file.tree
     classes = {node.name: node for node in top_level(tree.body) if isinstance(node, ast.ClassDef)}
     _check_names(config, original, classes)
     _check_initialisation(config, original, tree)
-    lines = lines_of(text)
-    added = []
-    for node in sorted(_first_models(tree), key=lambda node: -node.lineno):
-        if not any(METHOD in _bound(statement) for statement in node.body):
-            _add(node, lines, source.newline)
-            added.append(f"{node.name}.{METHOD}")
-    return "".join(lines), added[::-1]
+    models = [node for node in _first_models(tree) if not any(METHOD in bound_by(each) for each in node.body)]
+    edits = [edit for node in models for edit in _added(file, node, source.newline)]
+    return applied(text, edits), [f"{node.name}.{METHOD}" for node in models]
 
 
-def _add(node: ast.ClassDef, lines: list[str], newline: str) -> None:
-    """Write the method at the end of a class."""
-    first, last = node.body[0], node.body[-1]
-    line = lines[first.lineno - 1].encode()
-    indent = line[: first.col_offset].decode()
-    if indent.strip():  # `class A(B): ...`
-        head = indent.rstrip()
-        indent = lines[node.lineno - 1].encode()[: node.col_offset].decode() + "    "
-        lines[first.lineno - 1] = f"{head}{newline}{indent}{line[first.col_offset :].decode()}"
-    end = (last.end_lineno or last.lineno) - 1
-    if not lines[end].endswith(("\n", "\r")):
-        lines[end] += newline
-    lines[end] += newline + "".join(f"{indent}{each}{newline}" for each in _LINES)
-
-
-def _bound(statement: ast.stmt) -> set[str]:
-    if isinstance(statement, ast.FunctionDef):
-        return {statement.name}
-    targets = statement.targets if isinstance(statement, ast.Assign) else []
-    return {target.id for target in targets if isinstance(target, ast.Name)}
+def _added(text: Text, node: ast.ClassDef, newline: str) -> Iterator[Edit]:
+    """The edits that write the method at the end of a class."""
+    first, end = node.body[0], text.end_of(node.end_lineno or 0)
+    indent = text.indent(first.lineno)
+    if text.is_in_line(node):  # `class A(B): ...`
+        indent = text.indent(node.lineno) + "    "
+        start = text.span(first)[0]
+        yield Edit(len(text.text[:start].rstrip(" \t")), start, newline + indent)
+    yield Edit(end, end, newline + "".join(f"{newline}{indent}{each}" for each in _LINES))
 
 
 # --- which files ----------------------------------------------------------------------------------------------------
