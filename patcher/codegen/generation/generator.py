@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from patcher.codegen.generation.class_decorators import warn_of_decorators, without_decorators
+from patcher.codegen.generation.class_decorators import dropped_decorators, warn_of_decorators
 from patcher.codegen.generation.header import render_header, without_banner
 from patcher.codegen.generation.missing_names import check_names
 from patcher.codegen.generation.patched_classes import edit_class
@@ -95,12 +95,12 @@ def build(config: PatchSpec) -> Generated:
     removable = _removable(text, imported_names(left), config)
     added, externals = plan_imports(config, bound, original, removable)
     provenance = Provenance.of(config, original)
-    edits += absolute_imports(source, text, config.where)
+    edits += [*absolute_imports(source, text, config.where), *dropped_decorators(config, text)]
     context = Context(source.name, text, source.newline, externals, bound, removable, provenance, edits)
     _edit(config, context, imported, gone)
     insert(config, added, gone, no_imports, context)
 
-    code = without_decorators(config, applied(source.text, context.edits))
+    code = applied(source.text, context.edits)
     orphans: tuple[str, ...] = ()
     if config.changes:
         code, orphans = without_orphans(config, source, code, original)
