@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -207,11 +206,7 @@ def _generate(
     from patcher.codegen.generation.generator import build
     from patcher.source.differences import diff_of
 
-    gc.freeze()  # what the config imported, torch for example, is gone through time and again else
-    try:
-        generated = build(config)
-    finally:
-        gc.unfreeze()
+    generated = build(config)
     folder = output_folder(config, output_dir)
     path = folder / config.target_file
     if verbose:

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from patcher.codegen.config import PatchConfig
+from patcher.codegen.files.checker import CheckResult, OriginalChange, check
+from patcher.codegen.files.writer import ModelingCodeGenerator, write
+from patcher.codegen.generation.generator import generate
+from patcher.codegen.spec import Patch, PatchKind, PatchType, create_patch_from_external
 from patcher.errors import no_such_name, public_name
 
 if TYPE_CHECKING:
-    from patcher.codegen.config import PatchConfig
-    from patcher.codegen.files.checker import CheckResult, OriginalChange, check
-    from patcher.codegen.files.writer import ModelingCodeGenerator, write
-    from patcher.codegen.generation.generator import generate
-    from patcher.codegen.spec import Patch, PatchKind, PatchType, create_patch_from_external
     from patcher.verification.generated_files import FileVerification, verify
 
 __all__ = [
@@ -45,29 +45,11 @@ __all__ = [
     "write",
 ]
 
-_HOMES = {
-    "CheckResult": "files.checker",
-    "FileVerification": "patcher.verification.generated_files",
-    "OriginalChange": "files.checker",
-    "ModelingCodeGenerator": "files.writer",
-    "Patch": "spec",
-    "PatchConfig": "config",
-    "PatchKind": "spec",
-    "PatchType": "spec",
-    "check": "files.checker",
-    "create_patch_from_external": "spec",
-    "generate": "generation.generator",
-    "verify": "patcher.verification.generated_files",
-    "write": "files.writer",
-}
-
 
 def __getattr__(name: str) -> Any:
-    # Late, because the parser of the generator takes a third of a second, and `patcher --help` doesn't need it.
-    if name not in _HOMES:
+    if name not in ("FileVerification", "verify"):  # which are of a later room, and run models
         raise no_such_name("patcher.codegen", name, __all__, "dir(patcher.codegen)")
-    home = _HOMES[name]  # one of a later room has its full name
-    value = public_name(home if home.startswith("patcher.") else f"patcher.codegen.{home}", name)
+    value = public_name("patcher.verification.generated_files", name)
     globals()[name] = value
     return value
 

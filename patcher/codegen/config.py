@@ -246,28 +246,6 @@ class PatchConfig(PatchSpec):
         self.imports.extend(other.imports)
         self.blocks.extend(other.blocks)
 
-    def add_conversions(self, patcher: Patcher | None = None) -> None:
-        """Have the models of the file read and write checkpoints of the original.
-
-        >>> from transformers.core_model_loading import WeightRenaming
-        >>> from patcher import Patcher
-        >>> from patcher.codegen import generate
-        >>> config = PatchConfig("transformers.models.llama.modeling_llama", "patched_modeling_llama.py")
-        >>> config.add_conversions(Patcher(extra_weight_conversions=WeightRenaming("mlp.w2", "mlp.down_proj")))
-        >>> "register_checkpoint_conversion_mapping(" in generate(config)
-        True
-
-        The base model of the file gets a name of its own, under which the conversions are registered, those that
-        transformers has for it among them; `dropped_weights` are ignored by a load. Classes and fusions of the Patcher
-        are not looked at. Without one the models get the conversions that transformers has.
-
-        Raises:
-            CodegenError: a conversion can't be written as text.
-        """
-        from patcher.codegen.bridges.from_patcher import add_conversions
-
-        add_conversions(self, patcher)
-
     # -- and at run time ----------------------------------------------------------------------------------------
 
     def to_patcher(self) -> Patcher:

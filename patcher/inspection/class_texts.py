@@ -18,9 +18,9 @@ from typing import Any
 from torch import nn
 
 from patcher.errors import CodegenError
-from patcher.source.edits import Place, Text, start_line
+from patcher.source.edits import Place, Text
 from patcher.source.indentation import moved
-from patcher.source.reading import Location, read_source, unwrap
+from patcher.source.reading import Location, read_source, start_line, unwrap
 
 # How an object is pickled isn't a part of what it computes.
 _PLUMBING = frozenset({"__reduce__", "__reduce_ex__"})

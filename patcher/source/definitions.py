@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 
-from patcher.source.reading import Definition, first_line
+from patcher.source.reading import Definition
 from patcher.source.scopes import bound_by, top_level
 
 _BINDING = (Definition, ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom)
@@ -40,8 +40,3 @@ def is_accessor(node: ast.stmt) -> bool:
     """Whether a definition belongs to the one of a property above, `@name.setter`."""
     words = [ast.unparse(each).rpartition(".") for each in getattr(node, "decorator_list", ())]
     return any(owner == getattr(node, "name", "") and owner for owner, _, _ in words)
-
-
-def span(node: ast.stmt) -> tuple[int, int]:
-    """The first and the last line of a statement, its decorators included."""
-    return first_line(node) if isinstance(node, Definition) else node.lineno, node.end_lineno or node.lineno

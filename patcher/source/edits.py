@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from patcher.source.reading import Definition, first_line
+from patcher.source.reading import Definition, start_line
+from patcher.source.scopes import inner_blocks
 
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _NAMED = re.compile(r"(?:async\s+)?(?:def|class)[\s\\]+")
@@ -154,20 +155,6 @@ class Place(NamedTuple):
         return next((index for index, line in enumerate(lines) if line), len(lines))
 
 
-def start_line(node: ast.stmt) -> int:
-    """The first line of a statement, its decorators included."""
-    return first_line(node) if isinstance(node, Definition) else node.lineno
-
-
-def inner_blocks(node: Any) -> Iterator[tuple[list[ast.stmt], Any]]:
-    """The blocks of a compound statement, each with what begins it."""
-    for name in ("body", "orelse", "finalbody"):
-        if isinstance(block := getattr(node, name, None), list) and block:
-            yield block, node
-    for part in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
-        yield part.body, getattr(part, "pattern", part)
-
-
 def places(block: list[ast.stmt], owner: Any) -> Iterator[Place]:
     """The statements of a block and of the `if`, `try`, `with` and loops in it, but not of definitions."""
     for node in block:
@@ -193,13 +180,9 @@ def removals(text: Text, removed: Collection[ast.stmt], block: list[ast.stmt], o
             lines = place.comments(text) if text.is_alone(place.node) else range(0)
             if lines:
                 yield Edit(text.start_of(lines[0]), text.start_of(lines[-1] + 1), "")
-            yield Edit(
-                text.start_of(start_line(place.node)) + len(text.indent(start_line(place.node)))
-                if isinstance(place.node, Definition)
-                else start,
-                end,
-                "pass",
-            )
+            first = start_line(place.node)
+            at = text.start_of(first) + len(text.indent(first)) if isinstance(place.node, Definition) else start
+            yield Edit(at, end, "pass")
         elif text.is_alone(place.node):
             first = next(iter(place.comments(text)), start_line(place.node))
             last = text.last_line(place.node)

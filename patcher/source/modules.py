@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import functools
 import importlib.metadata
@@ -109,7 +110,7 @@ def read_python(path: Path) -> str:
     data, line = path.read_bytes(), 1
     try:
         if tokenize.detect_encoding(io.BytesIO(data).readline)[0].startswith("utf-8"):
-            return data.decode("utf-8-sig")
+            return data.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         line += data.count(b"\n", 0, error.start)
     except SyntaxError:  # of one of the first two lines, which has it in another encoding or none that is known

@@ -236,9 +236,10 @@ def _definitions(text: str) -> tuple[Definition, ...]:
     return tuple(node for node in ast.walk(parsed(text)) if isinstance(node, _DEFINITIONS))
 
 
-def first_line(node: Definition) -> int:
-    """The line of the first decorator, or of `def` or `class`."""
-    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+def start_line(node: ast.stmt) -> int:
+    """The first line of a statement, its decorators included."""
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 
 
 def _decorated_on(text: str, line: int) -> Definition | None:
@@ -266,20 +267,20 @@ def _pick(text: str, name: str, obj: Any) -> Definition | None:
     ]
     if not is_class:
         line = obj.__code__.co_firstlineno
-        return next((node for node in candidates if first_line(node) == line), None)
+        return next((node for node in candidates if start_line(node) == line), None)
     if len(candidates) > 1:
         lines = {function.__code__.co_firstlineno for function in _methods(obj)}
         candidates = [
             node
             for node in candidates
-            if any(isinstance(child, _DEFINITIONS) and first_line(child) in lines for child in node.body)
+            if any(isinstance(child, _DEFINITIONS) and start_line(child) in lines for child in node.body)
         ]
     return candidates[0] if len(candidates) == 1 else None
 
 
 def _cut(node: Definition, lines: list[str], file: str) -> Source:
     """The lines of a definition, with the comments right above it and those that end its body."""
-    start, end = first_line(node), node.end_lineno or node.lineno
+    start, end = start_line(node), node.end_lineno or node.lineno
     indent = lines[start - 1][: len(lines[start - 1]) - len(lines[start - 1].lstrip())]
     while start > 1 and lines[start - 2].startswith(indent + "#"):
         start -= 1

@@ -9,7 +9,7 @@ import functools
 import importlib.util
 import symtable
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 _BUILTINS = frozenset(dir(builtins)) | {"__file__", "__name__", "__doc__", "__package__", "__spec__", "__path__"}
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -101,14 +101,20 @@ def every_statement(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
             yield from every_statement(inner if isinstance(inner, list) else ())
 
 
-def blocks(node: ast.stmt) -> Iterator[list[ast.stmt]]:
-    """The blocks of a compound statement."""
-    for field in ("body", "orelse", "finalbody"):
-        yield getattr(node, field, [])
+def inner_blocks(node: Any) -> Iterator[tuple[list[ast.stmt], Any]]:
+    """The blocks of a compound statement, each with what begins it."""
+    for name in ("body", "orelse", "finalbody"):
+        if isinstance(block := getattr(node, name, None), list) and block:
+            yield block, node
+    for part in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
+        yield part.body, getattr(part, "pattern", part)
+
+
+def blocks(node: ast.stmt) -> list[list[ast.stmt]]:
+    """The blocks of a compound statement that may run."""
     # Nothing is handled where nothing is tried: an import that was left out of there.
-    tried = not all(isinstance(part, ast.Pass) for part in getattr(node, "body", ()))
-    for part in (*(getattr(node, "handlers", ()) if tried else ()), *getattr(node, "cases", ())):
-        yield part.body
+    tried = not isinstance(node, ast.Try) or not all(isinstance(part, ast.Pass) for part in node.body)
+    return [block for block, head in inner_blocks(node) if tried or not isinstance(head, ast.ExceptHandler)]
 
 
 def undefined_names(text: str, tree: ast.Module) -> dict[str, int]:

@@ -359,7 +359,6 @@ def test_a_hand_written_config_of_a_model_with_experts_gets_the_conversions(
 ) -> None:
     config = PatchConfig("transformers.models.mixtral.modeling_mixtral", "x.py")
     config.override_method("MixtralExperts.extra_repr", "def extra_repr(self):\n    return 'mine'\n", new=True)
-    config.add_conversions()
     model = imported(config).MixtralForCausalLM.from_pretrained(folders["mixtral"])
     assert_equal_models([model], AutoModelForCausalLM.from_pretrained(folders["mixtral"]), tmp_path / "saved")
 

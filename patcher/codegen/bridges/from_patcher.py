@@ -9,7 +9,6 @@ from functools import partial
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -96,24 +95,6 @@ def describe_patcher(
     if layouts or converted or declared:
         OwnConversions(described, description.text, modules, patcher, dependencies).write(layouts, converted)
     described.runtime, described.of_runtime = patcher, tuple(described.patches)
-
-
-def add_conversions(described: PatchConfig, patcher: Patcher | None) -> None:
-    """See `PatchConfig.add_conversions`."""
-    described.converts_as_stock = True
-    if patcher is None:
-        return
-    modeling = importlib.import_module(described.source_module)
-    text = ModuleText(modeling)
-    for name, cls in _classes(text).items():
-        config_class: Any = getattr(cls, "config_class", None)
-        base: Any = transformers.MODEL_MAPPING.get(config_class, None) if isinstance(config_class, type) else None
-        if base is not None and base.__name__ == name and text.own(base):
-            stock = {"": skeleton(base, base.config_class())}
-            dependencies = Dependencies(described, modeling, {})
-            OwnConversions(described, text, stock, patcher, dependencies).write({}, patcher.extra_weight_conversions)
-            return
-    raise described.refusal(f"{modeling.__name__} has no base model, which the conversions are registered for")
 
 
 class _Description(NamedTuple):

@@ -28,8 +28,9 @@ from patcher.fusions.joined import Joined
 from patcher.fusions.patch_embeddings import LinearPatchEmbedding
 from patcher.fusions.rewrite import class_text
 from patcher.source.decorators import replaced_methods
-from patcher.source.edits import Edit, Text, applied, start_line
+from patcher.source.edits import Edit, Text, applied
 from patcher.source.indentation import dedented
+from patcher.source.reading import start_line
 from patcher.source.scopes import top_level
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def wrapped(code: str, known: str = "") -> str:
     """
     lines = []
     for line in code.split("\n"):
-        if len(line) + 4 <= WIDTH or not line.endswith(")") or line.strip() in known:
+        if len(line) + 4 <= WIDTH or not line.endswith((")", "]")) or line.strip() in known:
             lines.append(line)
             continue
         indent, depth, at = line[: len(line) - len(line.lstrip())], 0, len(line)
@@ -106,7 +107,7 @@ def wrapped(code: str, known: str = "") -> str:
             continue
         inner = line[at + 1 : -1]
         parts = [inner] if len(indent) + len(inner) + 8 <= WIDTH else [f"{part}," for part in _arguments(inner)]
-        lines += [line[: at + 1], *(f"{indent}    {part}" for part in parts), f"{indent})"]
+        lines += [line[: at + 1], *(f"{indent}    {part}" for part in parts), indent + line[-1]]
     return "\n".join(lines)
 
 
@@ -361,7 +362,7 @@ class FusedLayers:
             between = between.replace(text.code(each), "")
         at = ordered[0] if not between.strip() else ordered[-1]
         indent = text.indent(at.lineno)
-        new = "".join(f"{indent}{line}\n" for line in _listed(lines, len(indent)))
+        new = "".join(f"{wrapped(indent + line)}\n" for line in lines)
         start = text.start_of(at.lineno)
         edits = [self.text.whole_lines(each) for each in ordered if each is not at]
         return [*edits, Edit(start, text.start_of((at.end_lineno or 0) + 1), new)]
@@ -488,18 +489,6 @@ class FusedLayers:
             assert found is not None
             code = wrapped(self.text.code(found[1], edits), self.text.text.text)
             self.described.override_method(f"{owner.__name__}.{method}", code)
-
-
-def _listed(lines: Sequence[str], indent: int) -> list[str]:
-    """Lines of which one with a long list has its items one by one."""
-    result = []
-    for line in lines:
-        if len(line) + indent <= WIDTH or not line.endswith("]"):
-            result += wrapped(" " * indent + line).split("\n") if len(line) + indent > WIDTH else [line]
-            continue
-        head, _, items = line.partition("[")
-        result += [f"{head}[", *(f"    {each}," for each in _arguments(items[:-1])), "]"]
-    return [line.removeprefix(" " * indent) for line in result]
 
 
 def _run_expert(module: Any, has_gate_of_its_own: bool) -> str:

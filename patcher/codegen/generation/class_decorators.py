@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import warnings
+from collections.abc import Iterator
 
 from patcher.codegen.spec import PatchKind, PatchSpec
 from patcher.errors import CodegenError, PatcherWarning
 from patcher.source.decorators import replaced_methods
 from patcher.source.definitions import find
-from patcher.source.edits import lines_of
+from patcher.source.edits import Edit, Text
 from patcher.source.modules import SourceModule
 from patcher.source.reading import Definition, parsed
 from patcher.source.scopes import nearest, top_level
@@ -18,15 +19,11 @@ from patcher.source.scopes import nearest, top_level
 _WARNED: dict[str | tuple[str, type[Warning], int], int] = {}
 
 
-def without_decorators(config: PatchSpec, text: str) -> str:
-    """The text of a file without the decorators that its config drops."""
-    if not config.undecorated:
-        return text
-    lines = lines_of(text)
-    tree = ast.parse(text)
+def dropped_decorators(config: PatchSpec, text: Text) -> Iterator[Edit]:
+    """The edits that leave out the decorators that a config drops."""
+    tree = text.tree
     known = {node.name for node in top_level(tree.body) if isinstance(node, Definition)}
     whole = {patch.target: patch for patch in config.patches if patch.kind is not PatchKind.MODIFY_INIT}
-    gone: set[int] = set()
     for (target, name), where in config.undecorated.items():
         asked = f"{where}: drop_decorators({target!r}, {name!r})"
         if target in whole:
@@ -42,8 +39,8 @@ def without_decorators(config: PatchSpec, text: str) -> str:
         if not matched:
             near = nearest(name, map(_name, decorators))
             raise CodegenError(f"{asked} names no decorator of {target!r} in {config.source_module}. {near}")
-        gone.update(line for part in matched for line in range(part.lineno - 1, part.end_lineno or part.lineno))
-    return "".join(line for number, line in enumerate(lines) if number not in gone)
+        for part in matched:
+            yield Edit(text.start_of(part.lineno), text.start_of((part.end_lineno or part.lineno) + 1), "")
 
 
 def _decorators(tree: ast.Module, name: str) -> list[ast.expr]:

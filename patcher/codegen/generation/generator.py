@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from patcher.codegen.generation.class_decorators import warn_of_decorators, without_decorators
+from patcher.codegen.generation.class_decorators import dropped_decorators, warn_of_decorators
 from patcher.codegen.generation.header import render_header, without_banner
 from patcher.codegen.generation.missing_names import check_names
 from patcher.codegen.generation.patched_classes import edit_class
@@ -39,16 +39,12 @@ class Generated:
         source: the module that was patched.
         text: the whole text of the file.
         patches: the patches in the order of the text.
-        provenance: the fingerprints of what they replace.
-        orphans: the imports of the source that are left out because only replaced code used them.
     """
 
     config: PatchSpec
     source: SourceModule
     text: str
     patches: tuple[Patch, ...]
-    provenance: Provenance
-    orphans: tuple[str, ...]
 
 
 def generate(config: PatchSpec) -> str:
@@ -99,12 +95,12 @@ def build(config: PatchSpec) -> Generated:
     removable = _removable(text, imported_names(left), config)
     added, externals = plan_imports(config, bound, original, removable)
     provenance = Provenance.of(config, original)
-    edits += absolute_imports(source, text, config.where)
+    edits += [*absolute_imports(source, text, config.where), *dropped_decorators(config, text)]
     context = Context(source.name, text, source.newline, externals, bound, removable, provenance, edits)
     _edit(config, context, imported, gone)
     insert(config, added, gone, no_imports, context)
 
-    code = without_decorators(config, applied(source.text, context.edits))
+    code = applied(source.text, context.edits)
     orphans: tuple[str, ...] = ()
     if config.changes:
         code, orphans = without_orphans(config, source, code, original)
@@ -113,7 +109,7 @@ def build(config: PatchSpec) -> Generated:
     code, methods = with_stock_conversions(config, source, original, code)
     header = render_header(config, source, context.done, provenance.header(), orphans, methods)
     code = source.newline.join([*header, without_banner(code)])
-    return Generated(config, source, code, tuple(context.done), provenance, orphans)
+    return Generated(config, source, code, tuple(context.done))
 
 
 def _edit(
@@ -192,8 +188,6 @@ def _exclude(config: PatchSpec, text: Text) -> tuple[list[Edit], set[ast.stmt]]:
     for place in places(text.tree.body, text.tree) if config.excluded else ():
         if name := _bound_by(place.node):
             known.setdefault(name, []).append(place.node)
-        elif isinstance(place.node, ast.Expr) and _is_call_of_all(place.node.value):
-            known.setdefault("__all__", []).append(place.node)
     patched = {patch.target.split(".")[0]: patch for patch in config.patches}
     for name, where in config.excluded.items():
         if name not in known:
@@ -208,36 +202,15 @@ def _exclude(config: PatchSpec, text: Text) -> tuple[list[Edit], set[ast.stmt]]:
             )
         gone.update(known[name])
     for node in known.get("__all__", []):
-        call = node.value if isinstance(node, ast.Expr) else None
-        value = call.args[0] if isinstance(call, ast.Call) and len(call.args) == 1 else None
-        if isinstance(value, ast.Constant) and value.value in config.excluded:
-            gone.add(node)
-        for part in ast.walk(node):
-            if isinstance(part, ast.List | ast.Tuple):
-                edits += _unlisted(text, part, config.excluded)
+        listed = getattr(node, "value", None)
+        named = listed.elts if isinstance(listed, ast.List) else []
+        removed = [part for part in named if isinstance(part, ast.Constant) and part.value in config.excluded]
+        end = text.span(node)[1]
+        if removed and len(removed) == len(named):
+            edits.append(Edit(text.span(listed)[0], end, "[]"))
+        elif removed:
+            edits += without(text, named, removed, end - 1)
     return edits, gone
-
-
-def _is_call_of_all(node: ast.expr) -> bool:
-    """Whether it is `__all__.append(...)`, `__all__.extend(...)` or the like."""
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_all(node.func.value)
-
-
-def _is_all(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and node.id == "__all__"
-
-
-def _unlisted(text: Text, listed: ast.List | ast.Tuple, excluded: Collection[str]) -> list[Edit]:
-    """The edits that remove the strings of a list that name what is left out."""
-    removed = [part for part in listed.elts if isinstance(part, ast.Constant) and part.value in excluded]
-    start, end = text.span(listed)
-    if len(removed) == len(listed.elts):
-        return [Edit(start, end, "()" if isinstance(listed, ast.Tuple) else "[]")] if removed else []
-    edits = without(text, listed.elts, removed, end - (text.text[end - 1] in ")]")) if removed else []
-    if isinstance(listed, ast.Tuple) and len(listed.elts) - len(removed) == 1 and removed:
-        (kept,) = (part for part in listed.elts if part not in removed)
-        edits = [Edit(start, end, f"({text.code(kept)},)")]
-    return edits
 
 
 def _replaced_guards(config: PatchSpec, text: Text, gone: Collection[ast.stmt]) -> set[ast.stmt]:

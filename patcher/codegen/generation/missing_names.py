@@ -10,7 +10,7 @@ from patcher.codegen.spec import PatchKind, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source.indentation import dedented
 from patcher.source.modules import SourceModule
-from patcher.source.reading import Definition, Location, Source, file_tree, first_line, parsed
+from patcher.source.reading import Definition, Location, Source, file_tree, parsed, start_line
 from patcher.source.scopes import (
     bound_names,
     free_names,
@@ -99,7 +99,7 @@ def _missing(config: PatchSpec, tree: ast.Module, original: ast.Module, missing:
     removed |= {name: (where, "exclude_from_output") for name, where in config.excluded.items()}
     for name in (name for name in missing if name not in told):
         where, asked = removed.get(name, (config.where, ""))
-        around = (node for node in tree.body if _first_line(node) <= missing[name] <= (node.end_lineno or 0))
+        around = (node for node in tree.body if start_line(node) <= missing[name] <= (node.end_lineno or 0))
         owned = (other for node in around for other in bound_names(ast.Module([node], [])))
         owner = next(map(repr, owned), "")
         also = f", or leave {owner} out as well" if owner else ""
@@ -110,10 +110,6 @@ def _missing(config: PatchSpec, tree: ast.Module, original: ast.Module, missing:
             else f"{where}: {config.target_file} would use {name!r} in {owner or 'the module'} without defining it."
         )
     return "\n".join(parts)
-
-
-def _first_line(node: ast.stmt) -> int:
-    return first_line(node) if isinstance(node, Definition) else node.lineno
 
 
 def _remedy(name: str, source: Source, original: ast.Module) -> str:

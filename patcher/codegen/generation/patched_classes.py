@@ -17,7 +17,8 @@ from patcher.codegen.generation.patched_definitions import (
 from patcher.codegen.spec import External, Patch, PatchKind
 from patcher.errors import CodegenError
 from patcher.source.definitions import is_accessor
-from patcher.source.edits import Edit, Place, Text, definitions, start_line
+from patcher.source.edits import Edit, Place, Text, definitions
+from patcher.source.reading import start_line
 from patcher.source.renaming import renaming
 from patcher.source.scopes import bound_by, looks_misspelt, nearest
 

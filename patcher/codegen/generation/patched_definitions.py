@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from patcher.codegen.generation.provenance import Provenance
 from patcher.codegen.spec import External, Patch, PatchKind
 from patcher.errors import CodegenError
-from patcher.source.edits import Edit, Place, Text, applied, start_line
+from patcher.source.edits import Edit, Place, Text, applied
 from patcher.source.indentation import dedented, moved
-from patcher.source.reading import Definition, Location, Source, own_decorators
+from patcher.source.reading import Definition, Location, Source, own_decorators, start_line
 from patcher.source.renaming import renaming
 from patcher.source.scopes import free_names
 

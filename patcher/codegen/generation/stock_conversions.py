@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 from patcher.codegen.spec import PatchSpec
-from patcher.source.edits import lines_of
+from patcher.source.edits import Edit, Text, applied
 from patcher.source.modules import SourceModule, find_spec
 from patcher.source.reading import parsed
-from patcher.source.scopes import imported_names, statements_of, top_level
+from patcher.source.scopes import bound_by, imported_names, statements_of, top_level
 
 #: The method, and the comment that says why it is there.
 METHOD = "is_custom_code"
@@ -28,6 +30,7 @@ _LINES = (
     "    return False",
 )
 _TABLE = "transformers.conversion_mapping"
+_MODEL_TYPE = re.compile(r'^    model_type\b[^=\n]*= *"([^"]+)"', re.MULTILINE)
 
 
 def with_stock_conversions(
@@ -49,39 +52,25 @@ def with_stock_conversions(
         return text, []
     if wanted is None and not _concerns(source, original):
         return text, []
-    tree = parsed(text)
+    file = Text(text, parsed(text))
+    tree = file.tree
     classes = {node.name: node for node in top_level(tree.body) if isinstance(node, ast.ClassDef)}
     _check_names(config, original, classes)
     _check_initialisation(config, original, tree)
-    lines = lines_of(text)
-    added = []
-    for node in sorted(_first_models(tree), key=lambda node: -node.lineno):
-        if not any(METHOD in _bound(statement) for statement in node.body):
-            _add(node, lines, source.newline)
-            added.append(f"{node.name}.{METHOD}")
-    return "".join(lines), added[::-1]
+    models = [node for node in _first_models(tree) if not any(METHOD in bound_by(each) for each in node.body)]
+    edits = [edit for node in models for edit in _added(file, node, source.newline)]
+    return applied(text, edits), [f"{node.name}.{METHOD}" for node in models]
 
 
-def _add(node: ast.ClassDef, lines: list[str], newline: str) -> None:
-    """Write the method at the end of a class."""
-    first, last = node.body[0], node.body[-1]
-    line = lines[first.lineno - 1].encode()
-    indent = line[: first.col_offset].decode()
-    if indent.strip():  # `class A(B): ...`
-        head = indent.rstrip()
-        indent = lines[node.lineno - 1].encode()[: node.col_offset].decode() + "    "
-        lines[first.lineno - 1] = f"{head}{newline}{indent}{line[first.col_offset :].decode()}"
-    end = (last.end_lineno or last.lineno) - 1
-    if not lines[end].endswith(("\n", "\r")):
-        lines[end] += newline
-    lines[end] += newline + "".join(f"{indent}{each}{newline}" for each in _LINES)
-
-
-def _bound(statement: ast.stmt) -> set[str]:
-    if isinstance(statement, ast.FunctionDef):
-        return {statement.name}
-    targets = statement.targets if isinstance(statement, ast.Assign) else []
-    return {target.id for target in targets if isinstance(target, ast.Name)}
+def _added(text: Text, node: ast.ClassDef, newline: str) -> Iterator[Edit]:
+    """The edits that write the method at the end of a class."""
+    first, end = node.body[0], text.end_of(node.end_lineno or 0)
+    indent = text.indent(first.lineno)
+    if text.is_in_line(node):  # `class A(B): ...`
+        indent = text.indent(node.lineno) + "    "
+        start = text.span(first)[0]
+        yield Edit(len(text.text[:start].rstrip(" \t")), start, newline + indent)
+    yield Edit(end, end, newline + "".join(f"{newline}{indent}{each}" for each in _LINES))
 
 
 # --- which files ----------------------------------------------------------------------------------------------------
@@ -89,51 +78,26 @@ def _bound(statement: ast.stmt) -> set[str]:
 
 def _concerns(source: SourceModule, own: ast.Module) -> bool:
     """Whether transformers may have conversions for a model of a module. True where that can't be told."""
-    known = converted()
-    if known is None:
-        return True
-    if any(node.name in known for node in top_level(own.body) if isinstance(node, ast.ClassDef)):
-        return True
-    homes = {source.path.parent.name: sorted(source.path.parent.glob("configuration_*.py"))}
+    files = {*source.path.parent.glob("configuration_*.py")}
     for each in statements_of(own, ast.ImportFrom):
         if "configuration_" in (each.module or "") and each.level:
-            module = importlib.util.resolve_name("." * each.level + (each.module or ""), source.package)
-            spec = find_spec(module)
-            if spec is not None and spec.origin:
-                homes.setdefault(module, []).append(Path(spec.origin))
-    types = [_model_types(path) for paths in homes.values() for path in paths]
-    return any(each is None or each & known for each in types) or not any(types)
+            spec = find_spec(importlib.util.resolve_name("." * each.level + (each.module or ""), source.package))
+            files |= {Path(spec.origin)} if spec is not None and spec.origin else set()
+    types = {name for path in files for name in _MODEL_TYPE.findall(path.read_text("utf-8"))}
+    classes = {node.name for node in top_level(own.body) if isinstance(node, ast.ClassDef)}
+    return not types or not converted() or not converted().isdisjoint(types | classes)
 
 
 @cache
-def converted() -> frozenset[str] | None:
-    """The class names and model types that transformers has conversions for; None where that can't be read."""
+def converted() -> frozenset[str]:
+    """The class names and model types that transformers has conversions for; none where that can't be read."""
     spec = find_spec(_TABLE)
     if spec is None or not spec.origin:
-        return None
-    tree, found = ast.parse(Path(spec.origin).read_bytes()), set[str]()
-    for node in ast.walk(tree):
-        keys: list[ast.expr | None] = []
-        if isinstance(node, ast.Dict):
-            keys = node.keys
-        elif isinstance(node, ast.Subscript):
-            keys = [node.slice]
-        found |= {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
-    return frozenset(found) or None
-
-
-@cache
-def _model_types(path: Path) -> frozenset[str] | None:
-    """The model types of the configs in a file; None if one of them isn't written out."""
+        return frozenset()
     found = set[str]()
-    for node in ast.walk(ast.parse(path.read_bytes())):
-        for statement in node.body if isinstance(node, ast.ClassDef) else ():
-            targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-            if any(isinstance(target, ast.Name) and target.id == "model_type" for target in targets):
-                value = getattr(statement, "value", None)
-                if not isinstance(value, ast.Constant) or not isinstance(value.value, str):
-                    return None
-                found.add(value.value)
+    for node in ast.walk(ast.parse(Path(spec.origin).read_bytes())):
+        keys = node.keys if isinstance(node, ast.Dict) else [node.slice] if isinstance(node, ast.Subscript) else []
+        found |= {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
     return frozenset(found)
 
 
@@ -193,7 +157,7 @@ def _models_of(module: str) -> frozenset[str]:
 
 def _check_names(config: PatchSpec, original: ast.Module, classes: dict[str, ast.ClassDef]) -> None:
     """A class under a new name gets no conversions that transformers has for the name that it inherits from."""
-    known = converted() or frozenset()
+    known = converted()
     before = {node.name for node in top_level(original.body) if isinstance(node, ast.ClassDef)}
     for name, node in classes.items():
         if name in before or name in known or name.startswith("Original"):

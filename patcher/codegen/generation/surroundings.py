@@ -13,9 +13,9 @@ from patcher.codegen.generation.patched_definitions import Context, marker, why
 from patcher.codegen.spec import External, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source.definitions import find
-from patcher.source.edits import Edit, Place, Text, applied, definitions, places, start_line, without
+from patcher.source.edits import Edit, Place, Text, applied, definitions, places, without
 from patcher.source.modules import SourceModule
-from patcher.source.reading import Definition, Location, parsed
+from patcher.source.reading import Definition, Location, parsed, start_line
 from patcher.source.scopes import (
     ImportedName,
     bound_name,
