@@ -3,7 +3,7 @@
 # Source:  transformers.models.llama.modeling_llama (transformers 5.23.0)
 # About:   What the patcher 'Llama with qkv joined' does to the models of this module.
 # Made by: patcher codegen examples/codegen/llama/llama_patch_gen_config.py
-# Differs: fuse LlamaAttention 81785ecb; override method (7 times); add method
+# Differs: fuse LlamaAttention 81785ecb; override method (8 times); add method
 #          LlamaPreTrainedModel.is_custom_code; add helper (7 times); add code behind the
 #          imports; add import (11 times); rename LlamaModel
 # ----------------------------------------------------------------------------------------
@@ -492,7 +492,7 @@ class LlamaDecoderLayer(GradientCheckpointingLayer):
 
 # ======================================================================
 # [MODIFIED CLASS] LlamaPreTrainedModel
-# Methods patched: load_state_dict, save_pretrained, prepare_distribute_model
+# Methods patched: load_state_dict, _load_from_state_dict, save_pretrained, prepare_distribute_model
 # ======================================================================
 @auto_docstring
 class LlamaPreTrainedModel(PreTrainedModel):
@@ -515,6 +515,20 @@ class LlamaPreTrainedModel(PreTrainedModel):
     def load_state_dict(self, state_dict, *args, **kwargs):
         """Take a checkpoint of the original too, as `Trainer` has it when it resumes."""
         return super().load_state_dict(in_own_layout(self, state_dict), *args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        """Refuse what is for layers of the original, the weights of an adapter for one: torch would leave them out."""
+        for key in state_dict:
+            module, layer = self, ""
+            for name in key.removeprefix(prefix).split(".")[:-1]:
+                layer, module = f"{layer}.{name}", module._modules.get(name)
+                if module is None:
+                    converters = get_model_conversion_mapping(self, add_legacy=False)
+                    converters = [each for each in converters if isinstance(each, WeightConverter)]
+                    if rename_source_key(f"{layer[1:]}.weight", [], converters)[1] is not None:
+                        raise RuntimeError(f"{key} is for a layer of the original model only: load it into that.")
+                    break
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, **kwargs):
         """Write a checkpoint of the original."""

@@ -4,7 +4,7 @@
 # About:   What the patcher 'Mixtral with experts as layers' does to the models of this
 #          module.
 # Made by: patcher codegen examples/codegen/mixtral/mixtral_patch_gen_config.py
-# Differs: replace class MixtralExperts fcbf0dde; override method (7 times); add helper (5
+# Differs: replace class MixtralExperts fcbf0dde; override method (8 times); add helper (5
 #          times); add code behind the imports; add import (10 times); rename MixtralModel;
 #          drop import use_experts_implementation
 # ----------------------------------------------------------------------------------------
@@ -480,7 +480,7 @@ class MixtralDecoderLayer(GradientCheckpointingLayer):
 
 # ======================================================================
 # [MODIFIED CLASS] MixtralPreTrainedModel
-# Methods patched: _init_weights, load_state_dict, save_pretrained, prepare_distribute_model
+# Methods patched: _init_weights, load_state_dict, _load_from_state_dict, save_pretrained, prepare_distribute_model
 # ======================================================================
 @auto_docstring
 class MixtralPreTrainedModel(PreTrainedModel):
@@ -511,6 +511,20 @@ class MixtralPreTrainedModel(PreTrainedModel):
     def load_state_dict(self, state_dict, *args, **kwargs):
         """Take a checkpoint of the original too, as `Trainer` has it when it resumes."""
         return super().load_state_dict(in_own_layout(self, state_dict), *args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        """Refuse what is for layers of the original, the weights of an adapter for one: torch would leave them out."""
+        for key in state_dict:
+            module, layer = self, ""
+            for name in key.removeprefix(prefix).split(".")[:-1]:
+                layer, module = f"{layer}.{name}", module._modules.get(name)
+                if module is None:
+                    converters = get_model_conversion_mapping(self, add_legacy=False)
+                    converters = [each for each in converters if isinstance(each, WeightConverter)]
+                    if rename_source_key(f"{layer[1:]}.weight", [], converters)[1] is not None:
+                        raise RuntimeError(f"{key} is for a layer of the original model only: load it into that.")
+                    break
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, **kwargs):
         """Write a checkpoint of the original."""

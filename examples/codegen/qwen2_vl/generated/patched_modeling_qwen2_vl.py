@@ -4,11 +4,9 @@
 # About:   What the patcher 'Qwen2-VL with linear patch embeddings' does to the models of
 #          this module.
 # Made by: patcher codegen examples/codegen/qwen2_vl/qwen2_vl_patch_gen_config.py
-# Differs: override method PatchEmbed.__init__ 7de00e03,
-#          Qwen2VLPreTrainedModel.load_state_dict, Qwen2VLPreTrainedModel.save_pretrained,
-#          Qwen2VLPreTrainedModel.prepare_distribute_model; add method
-#          Qwen2VLPreTrainedModel.is_custom_code; add helper (7 times); add code behind the
-#          imports; add import (12 times); rename Qwen2VisionTransformerPretrainedModel
+# Differs: override method (5 times); add method Qwen2VLPreTrainedModel.is_custom_code; add
+#          helper (7 times); add code behind the imports; add import (12 times); rename
+#          Qwen2VisionTransformerPretrainedModel
 # ----------------------------------------------------------------------------------------
 # Copyright 2024 The Qwen team, Alibaba Group and the HuggingFace Inc. team. All rights reserved.
 #
@@ -807,7 +805,7 @@ class Qwen2VLDecoderLayer(GradientCheckpointingLayer):
 
 # ======================================================================
 # [MODIFIED CLASS] Qwen2VLPreTrainedModel
-# Methods patched: load_state_dict, save_pretrained, prepare_distribute_model
+# Methods patched: load_state_dict, _load_from_state_dict, save_pretrained, prepare_distribute_model
 # ======================================================================
 @auto_docstring
 class Qwen2VLPreTrainedModel(PreTrainedModel):
@@ -826,6 +824,20 @@ class Qwen2VLPreTrainedModel(PreTrainedModel):
     def load_state_dict(self, state_dict, *args, **kwargs):
         """Take a checkpoint of the original too, as `Trainer` has it when it resumes."""
         return super().load_state_dict(in_own_layout(self, state_dict), *args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        """Refuse what is for layers of the original, the weights of an adapter for one: torch would leave them out."""
+        for key in state_dict:
+            module, layer = self, ""
+            for name in key.removeprefix(prefix).split(".")[:-1]:
+                layer, module = f"{layer}.{name}", module._modules.get(name)
+                if module is None:
+                    converters = get_model_conversion_mapping(self, add_legacy=False)
+                    converters = [each for each in converters if isinstance(each, WeightConverter)]
+                    if rename_source_key(f"{layer[1:]}.weight", [], converters)[1] is not None:
+                        raise RuntimeError(f"{key} is for a layer of the original model only: load it into that.")
+                    break
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, **kwargs):
         """Write a checkpoint of the original."""
