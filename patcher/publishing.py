@@ -32,7 +32,7 @@ from patcher.verification.verify import Verification, compare
 
 #: Where in the hub a repo is: what `snapshot_download` takes.
 _PLACES = ("cache_dir", "local_files_only", "revision", "token")
-#: Weights in formats that `from_pretrained` doesn't look for by itself, and what a training leaves behind.
+#: Weights in formats that `from_pretrained` doesn't look for, and what a training leaves behind.
 _OTHER_WEIGHTS = "bin ckpt gguf h5 msgpack npz onnx ot pb pt pth safetensors tflite".split()
 _OF_TRAINING = ("trainer_state.json", "training_args.bin")
 #: What a card takes over of that of the original.

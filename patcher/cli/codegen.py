@@ -221,7 +221,7 @@ def _generate(
         write_generated(generated, folder, diff=diff, formatted=formatted)
         typer.echo(f"wrote {path}" + (f" and {diff_path(path).name}" if diff_path(path).is_file() else ""))
         for change in taken_over:
-            typer.echo(f"taken over: what {change.asked} at {change.where} patches has changed", err=True)
+            typer.echo(f"taken over: what {change.call} at {change.where} patches has changed", err=True)
     elif diff:
         typer.echo(unified_diff(generated, final_text(generated, formatted=formatted)), nl=False)
     else:

@@ -67,8 +67,8 @@ class Helper:
         """A helper made of a class or function, of the text of one, or of the helper of another config."""
         if isinstance(given, Helper):
             return given
-        asked, where = f"add_helper_after({after!r})" if after else "add_helper", caller()
-        return cls(read_source(given, asked, where, site), given, "", (), after, where)
+        call, where = f"add_helper_after({after!r})" if after else "add_helper", caller()
+        return cls(read_source(given, call, where, site), given, "", (), after, where)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class _Records(list[T]):
 class Helpers(_Records[Helper]):
     """The helpers of a config.
 
-    What is put in from those of another config is what stands at the top of its file: a helper behind a definition
+    What is put in from those of another config is what is at the top of its file: a helper behind a definition
     of that file goes behind one of this file by `add_helper_after`.
     """
 
@@ -130,7 +130,7 @@ class Helpers(_Records[Helper]):
         super().extend(each for each in given if not (isinstance(each, Helper) and each.after))
 
     def add(self, helper: Helper) -> None:
-        """Add one that may stand behind a definition."""
+        """Add one that may be put behind a definition."""
         list.append(self, helper)
 
 

@@ -50,7 +50,7 @@ class PatchConfig(PatchSpec):
     Args:
         source_module: the dotted name of the module that is patched. It is read, never imported.
         target_file: the name of the generated file.
-        description: what the generated file is for; it stands in its header.
+        description: what the generated file is for, for its header.
 
     Raises:
         CodegenError: for names that can't be a module or a file.
@@ -177,7 +177,7 @@ class PatchConfig(PatchSpec):
             pairs, alias = [(pairs[0][0], alias)], None
         for word in (*module.split("."), *(word for pair in pairs for word in pair), alias or "x"):
             if not problem and not word.isidentifier():
-                problem = f"can't be written: {word!r} is no name. "
+                problem = f"can't be written: {word!r} isn't a name. "
                 problem += "A generated file imports by absolute names, such as 'torch.nn.functional'."
         if problem:
             raise CodegenError(f"{where}: add_import({module!r}) {problem}")
@@ -220,7 +220,7 @@ class PatchConfig(PatchSpec):
         return self._help(anchor, helper, description, name_map)
 
     def include(self, other: PatchSpec, without: Iterable[str] = ()) -> None:
-        """Take over all that another config says, but for the patches, helpers and exclusions of some targets.
+        """Take over all of another config, but for the patches, helpers and exclusions of some targets.
 
         Raises:
             CodegenError: for a target in `without` that the other config doesn't have.
@@ -311,15 +311,15 @@ class PatchConfig(PatchSpec):
     def _register(
         self, kind: PatchKind, target: str, replacement: Any, description: str, name_map: NameMap, **options: Any
     ) -> Any:
-        where, asked = caller(), f"{kind.method}({target!r})"
-        check_description(description, asked, where)
+        where, call = caller(), f"{kind.method}({target!r})"
+        check_description(description, call, where)
 
         def register(obj: Any, site: Location | None) -> Any:
-            source = read_source(obj, asked, where, site)
+            source = read_source(obj, call, where, site)
             if source.is_class != (kind is PatchKind.REPLACE_CLASS):
                 wanted = "a class" if kind is PatchKind.REPLACE_CLASS else "a function"
-                raise CodegenError(f"{where}: {asked} needs {wanted}, and {source.name!r} is none.")
-            names = _name_map(name_map, source, asked, where)
+                raise CodegenError(f"{where}: {call} needs {wanted}, and {source.name!r} isn't one.")
+            names = _name_map(name_map, source, call, where)
             patch = Patch(kind, target, obj, source, description or "", names, where, **options)
             check_target(patch)
             check_conflicts(patch, self.patches)
@@ -329,16 +329,16 @@ class PatchConfig(PatchSpec):
         return register(replacement, None) if replacement is not None else _decorator(register)
 
     def _help(self, after: str, helper: Any, description: str, name_map: NameMap) -> Any:
-        where, asked = caller(), f"add_helper_after({after!r})" if after else "add_helper"
+        where, call = caller(), f"add_helper_after({after!r})" if after else "add_helper"
 
         def register(obj: Any, site: Location | None) -> Any:
             helper = Helper.of(obj, after, site)
             for known in (known for known in self.helpers if known.source.name == helper.source.name):
                 raise CodegenError(
-                    f"{where}: {asked} adds {helper.source.name!r}, which is already a helper, added at "
+                    f"{where}: {call} adds {helper.source.name!r}, which is already a helper, added at "
                     f"{known.where}. Rename one."
                 )
-            names = _name_map(name_map, helper.source, asked, where) or helper.name_map
+            names = _name_map(name_map, helper.source, call, where) or helper.name_map
             self.helpers.add(
                 replace(helper, description=description or helper.description, name_map=names, after=after)
             )
@@ -361,13 +361,13 @@ def _decorator(register: Callable[[Any, Location | None], Any]) -> Callable[[Any
     return decorate
 
 
-def _name_map(name_map: NameMap, source: Source, asked: str, where: Location) -> tuple[tuple[str, str], ...]:
+def _name_map(name_map: NameMap, source: Source, call: str, where: Location) -> tuple[tuple[str, str], ...]:
     """The names of a patch text that a `name_map` changes, each with the one that it becomes."""
     pairs = sorted((name_map or {}).items(), key=lambda pair: -len(pair[0]))  # the longest key that fits counts
     for name in (name for pair in pairs for name in pair):
         if not name.isidentifier():
             raise CodegenError(
-                f"{where}: the name_map of {asked} maps names and what they begin with, and {name!r} is no name."
+                f"{where}: the name_map of {call} maps names and what they begin with, and {name!r} isn't a name."
             )
     found = {}
     for word in set(re.findall(r"[^\W\d]\w*", source.text)):

@@ -1,4 +1,4 @@
-"""What a config says: frozen records of patches, what they may not say, and what stands around them."""
+"""What a config says: frozen records of patches, what they may not say, and what is around them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Patch:
         return isinstance(self.replacement, External) and "." not in f"{self.target}{self.replacement.name}"
 
     @property
-    def asked(self) -> str:
+    def call(self) -> str:
         """The call that made this patch, for messages and the header."""
         return f"{self.kind.method}({self.target!r})"
 
@@ -101,14 +101,14 @@ class Patch:
 
     @property
     def place(self) -> Location:
-        """Where its code stands: the line of the `def` or `class`, or of the config that gives it as text."""
+        """Where its code is: the line of the `def` or `class`, or of the config that gives it as text."""
         if self.source is None or not self.source.file:
             return self.where
         return Location(self.source.file, self.source.line + self.source.tree().lineno - 1)
 
     def error(self, text: str) -> CodegenError:
         """What is wrong with the patch, with the line and the call that made it."""
-        return CodegenError(f"{self.where}: {self.asked} {text}")
+        return CodegenError(f"{self.where}: {self.call} {text}")
 
 
 #: what other generators call it
@@ -128,7 +128,7 @@ class PatchSpec:
         self.config_module, self.config_file = caller_module()
         if not all(part.isidentifier() for part in source_module.split(".")):
             raise CodegenError(
-                f"{self.where}: source_module={source_module!r} is no module name. "
+                f"{self.where}: source_module={source_module!r} isn't a module name. "
                 "Give a dotted name, such as 'transformers.models.llama.modeling_llama'."
             )
         self.source_module = source_module
@@ -166,7 +166,7 @@ class PatchSpec:
         path = PurePath(name)
         if path.suffix != ".py" or path.is_absolute() or ".." in path.parts:
             raise CodegenError(
-                f"{caller()}: target_file={name!r} is no name of a Python file below the output folder. "
+                f"{caller()}: target_file={name!r} isn't the name of a Python file below the output folder. "
                 "Give one such as 'patched_modeling_llama.py', and the folder to write(output_dir=...)."
             )
         self._target_file = name
@@ -187,8 +187,8 @@ class PatchSpec:
     @property
     def changes(self) -> bool:
         """Whether the file is anything but the original below a header."""
-        said = (self.patches, self.imports, self.helpers, self.blocks, self.dropped, self.excluded, self.undecorated)
-        return any((*said, self.renamed, self.endings))
+        parts = (self.patches, self.imports, self.helpers, self.blocks, self.dropped, self.excluded, self.undecorated)
+        return any((*parts, self.renamed, self.endings))
 
 
 def _fill(mine: Any, given: Any) -> None:
@@ -235,7 +235,7 @@ def create_patch_from_external(
     for dotted in (replacement_module, replacement_name):
         if not all(part.isidentifier() for part in dotted.split(".")):
             raise CodegenError(
-                f"{where}: create_patch_from_external({target!r}) can't import {dotted!r}, which is no dotted name."
+                f"{where}: create_patch_from_external({target!r}) can't import {dotted!r}, which isn't a dotted name."
             )
     external = External(replacement_module, replacement_name, patch_type)
     patch = Patch(PatchKind.EXTERNAL, target, external, None, description, (), where)
@@ -243,11 +243,11 @@ def create_patch_from_external(
     return patch
 
 
-def check_description(description: Any, asked: str, where: Location) -> None:
-    """Raise a CodegenError for arguments that stand in the order of another generator."""
+def check_description(description: Any, call: str, where: Location) -> None:
+    """Raise a CodegenError for arguments in the order of another generator."""
     if not isinstance(description, str | None):
         raise CodegenError(
-            f"{where}: {asked} was given description={description!r}, which is no text. Other arguments than the "
+            f"{where}: {call} was given description={description!r}, which isn't a text. Other arguments than the "
             "first ones have names here: write name_map=... or patch_type=..."
         )
 
@@ -256,7 +256,7 @@ def check_target(patch: Patch) -> None:
     """Raise a CodegenError for a target that no definition can have."""
     parts = patch.target.split(".")
     if not all(part.isidentifier() for part in parts):
-        raise patch.error(f"names no definition: {patch.target!r} is no dotted name.")
+        raise patch.error(f"names no definition: {patch.target!r} isn't a dotted name.")
     if patch.wanted is PatchKind.OVERRIDE_METHOD and len(parts) < 2:
         raise patch.error(
             "names no method. Write override_method('Class.method'), or use replace_function for a function."
@@ -275,10 +275,10 @@ def check_conflicts(patch: Patch, others: Iterable[Patch]) -> None:
     for other in others:
         theirs = other.definition
         if mine == theirs:
-            raise patch.error(f"is given twice: {other.asked} at {other.where} already changes it. Remove one.")
+            raise patch.error(f"is given twice: {other.call} at {other.where} already changes it. Remove one.")
         inner, outer = (mine, theirs) if mine.startswith(theirs + ".") else (theirs, mine)
         if inner.startswith(outer + "."):
             raise patch.error(
-                f"and {other.asked} at {other.where} change one definition: "
+                f"and {other.call} at {other.where} change one definition: "
                 f"{outer!r} is replaced as a whole, {inner!r} would be lost. Write it into the replacement."
             )

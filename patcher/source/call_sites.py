@@ -67,9 +67,9 @@ def _elements(function: Function, name: str) -> set[str]:
 
 
 def why_unfit(call: ast.Call, original: Function | None, patched: Function | None, bound: bool) -> str:
-    """Why the arguments of a call don't fit what was patched, empty if they do or if that can't be told.
+    """Why the arguments of a call don't fit what was patched, empty if they do or if that can't be known.
 
-    What didn't fit the original either is nobody's fault: a decorator takes arguments out of the call, or adds some.
+    What didn't fit the original either isn't reported: a decorator takes arguments out of the call, or adds some.
     """
     if patched is None or (original is not None and _why_unfit(call, original, bound)):
         return ""

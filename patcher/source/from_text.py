@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
-#: folders of installed packages, and packages that may be installed from a checkout, but are no part of a project
+#: folders of installed packages, and packages that may be installed from a checkout, but aren't part of a project
 _INSTALLED = {"site-packages", "dist-packages"}
 _LIBRARIES = {"patcher", "torch", "transformers"}
 

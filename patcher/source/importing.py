@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-#: Modules that are imported, and whose import goes on to tell watchers of it.
+#: Modules that are imported, and whose watchers are being called.
 _executed: set[str] = set()
 
 
@@ -45,7 +45,7 @@ def when_imported(name: str, call: Callable[[ModuleType], object]) -> None:
 
 
 def after_imports_of(name: str, is_meant: Callable[[str], bool], call: Callable[[], bool]) -> None:
-    """Call after each import of a module that is meant, until the call says that it is done.
+    """Call after each import of a module that is watched, until the call says that it is done.
 
     Args:
         name: what the watcher is called.

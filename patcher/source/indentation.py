@@ -1,4 +1,4 @@
-"""Source moved to the left and to the right. What stands inside of a string is text, and stays."""
+"""Source moved to the left and to the right. What is inside of a string is text, and stays."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def moved(source: str, old: str, new: str, *, docstrings: bool = True) -> str:
         docstrings: whether those move along.
 
     Raises:
-        SyntaxError: it is no Python.
+        SyntaxError: it isn't Python.
     """
     head = ["if 1:"] if old else []
     lines = [*head, *source.split("\n")]
@@ -55,16 +55,16 @@ def dedented(source: str) -> str:
     """A definition that starts at the left, whatever it was inside of.
 
     Raises:
-        SyntaxError: it is no Python.
+        SyntaxError: it isn't Python.
     """
     old = indent_of(source)
     return moved(source, old, "", docstrings=False) if old else source
 
 
 def indented(source: str) -> str:
-    """Statements as they stand in the body of a class.
+    """Statements as they are in the body of a class.
 
     Raises:
-        SyntaxError: it is no Python.
+        SyntaxError: it isn't Python.
     """
     return moved(source, "", "    ", docstrings=False)

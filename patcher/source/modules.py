@@ -72,7 +72,7 @@ def find_spec(name: str) -> ModuleSpec | None:
             return None
         # transformers puts Path objects here once it is imported, which the finder takes for no folders at all
         folders = [str(folder) for folder in spec.submodule_search_locations]
-        spec = PathFinder.find_spec(part, folders)  # by its last name: the finder asks for parents of dotted ones
+        spec = PathFinder.find_spec(part, folders)  # by its last name: the finder imports parents of dotted ones
     if spec is not None:
         spec.name = name
     return spec

@@ -1,7 +1,7 @@
 """The source of patch code: which text defines this class or function, and which decorators are ours.
 
 `inspect.getsource` is not enough here. It finds a class by name alone, so of two definitions of one name it may
-return the wrong one, it fails on classes of notebook cells, and it drops comments that stand above a decorator or
+return the wrong one, it fails on classes of notebook cells, and it drops comments above a decorator or
 behind the last statement. What is read here is the line that Python itself recorded.
 """
 
@@ -121,20 +121,20 @@ def own_decorators(obj: Any, source: Source) -> set[int]:
     return {i for i, (first, last) in enumerate(source.decorators) if any(first <= n <= last for n in lines)}
 
 
-def read_source(obj: Any, asked: str, where: Location, site: Location | None = None) -> Source:
+def read_source(obj: Any, call: str, where: Location, site: Location | None = None) -> Source:
     """The definition of a class or function, or of a text that holds one.
 
     Args:
         obj: a class, a function (wrapped or not), or the text of a definition.
-        asked: what the config asked for, for messages.
+        call: the call of the config, for messages.
         where: the line of the config, for messages.
         site: the line on which a decorator was applied to it; it tells apart definitions of one name.
 
     Raises:
-        CodegenError: for a lambda, an object without readable source, or a text that is no single definition.
+        CodegenError: for a lambda, an object without readable source, or a text that isn't a single definition.
     """
     if isinstance(obj, str):
-        return _from_text(obj, asked, where)
+        return _from_text(obj, call, where)
     inner = unwrap(obj)
     name = str(getattr(inner, "__name__", "")) or type(inner).__name__
     if site is not None:
@@ -145,15 +145,15 @@ def read_source(obj: Any, asked: str, where: Location, site: Location | None = N
         name, file = inner.__code__.co_name, inner.__code__.co_filename
     else:
         raise CodegenError(
-            f"{where}: {asked} was given {obj!r}, which is neither a class nor a function written in Python, so "
+            f"{where}: {call} was given {obj!r}, which is neither a class nor a function written in Python, so "
             "there is no source to copy. Give a class or a function, its text, or use create_patch_from_external."
         )
     if name == "<lambda>":
-        raise CodegenError(f"{where}: {asked} was given a lambda, which has no text of its own. Write it as a def.")
+        raise CodegenError(f"{where}: {call} was given a lambda, which has no text of its own. Write it as a def.")
     lines = _lines(file, inner)
     if not lines:
         raise CodegenError(
-            f"{where}: {asked} needs the source of {name!r}, and none could be read from {file or 'its module'!r}. "
+            f"{where}: {call} needs the source of {name!r}, and none could be read from {file or 'its module'!r}. "
             "Define it in a file, give its text as a string, or use create_patch_from_external."
         )
     text = "".join(lines)
@@ -161,29 +161,29 @@ def read_source(obj: Any, asked: str, where: Location, site: Location | None = N
         parsed(text)
     except SyntaxError as error:
         raise CodegenError(
-            f"{where}: {asked} needs the source of {name!r}, but {file} does not parse: {error}"
+            f"{where}: {call} needs the source of {name!r}, but {file} does not parse: {error}"
         ) from error
     found = _decorated_on(text, site.line) if site is not None else _pick(text, name, inner)
     if found is None:
         raise CodegenError(
-            f"{where}: {asked} needs the source of {name!r}, but {file} no longer defines it where Python read it. "
+            f"{where}: {call} needs the source of {name!r}, but {file} no longer defines it where Python read it. "
             "If the file was edited since, start again; if the class is defined twice, give one a name of its own; "
             "if it was made by type(), write it as a definition."
         )
     return _cut(found, lines, file)
 
 
-def _from_text(text: str, asked: str, where: Location) -> Source:
+def _from_text(text: str, call: str, where: Location) -> Source:
     text = textwrap.dedent(text.replace("\r\n", "\n")).strip("\n") + "\n"
     try:
         body = ast.parse(text).body
     except SyntaxError as error:
         raise CodegenError(
-            f"{where}: the text given to {asked} does not parse: {error.msg}, on line {error.lineno} of it."
+            f"{where}: the text given to {call} does not parse: {error.msg}, on line {error.lineno} of it."
         ) from error
     if len(body) != 1 or not isinstance(body[0], _DEFINITIONS):
         raise CodegenError(
-            f"{where}: the text given to {asked} must be one class or one function and nothing else. "
+            f"{where}: the text given to {call} must be one class or one function and nothing else. "
             "Imports go to add_import, other code to add_post_import_block."
         )
     return _cut(body[0], text.splitlines(keepends=True), "")
@@ -260,7 +260,7 @@ def stands_as_decorator(site: Location) -> bool:
 
 
 def _pick(text: str, name: str, obj: Any) -> Definition | None:
-    """The one definition that made this object, None when that can't be told."""
+    """The one definition that made this object, None when that can't be known."""
     is_class = inspect.isclass(obj)
     candidates: list[Definition] = [
         node for node in _definitions(text) if node.name == name and isinstance(node, ast.ClassDef) == is_class

@@ -20,7 +20,7 @@ N = TypeVar("N", bound=ast.AST)
 
 
 def statements_of(tree: ast.Module, kind: type[N]) -> list[N]:
-    """All statements of a module that are of a kind, wherever they stand, in the order of the text."""
+    """All statements of a module that are of a kind, wherever they are, in the order of the text."""
     return [node for node in _statements(tree) if isinstance(node, kind)]
 
 
@@ -49,7 +49,7 @@ class ImportedName(NamedTuple):
         level: the dots of a relative import.
         alias: the name behind `as`, empty if there is none.
         line: the line of the statement.
-        guarded: whether the statement stands inside of another one, such as an `if`.
+        guarded: whether the statement is inside of another one, such as an `if`.
     """
 
     module: str
@@ -136,7 +136,7 @@ def undefined_names(text: str, tree: ast.Module) -> dict[str, int]:
 
 
 def free_names(text: str) -> set[str]:
-    """The names that a piece of code takes from the module it stands in."""
+    """The names that a piece of code takes from its module."""
     bound = bound_names(ast.parse(text))
     return set(_free(symtable.symtable(text, "<patch>", "exec"))) - bound.keys() - _BUILTINS
 
@@ -173,7 +173,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def looks_misspelt(name: str, known: str) -> bool:
-    """Whether a name is so close to a known one that it can hardly be meant as another: a letter, not a word."""
+    """Whether a name is so close to a known one that it is probably a misspelling of it: a letter, not a word."""
     mine, theirs = name.strip("_").split("_"), known.strip("_").split("_")
     if set(mine) <= set(theirs) or set(theirs) <= set(mine):
         return False  # `_forward` beside `forward`, `rope_parameters` beside `default_rope_parameters`
@@ -193,7 +193,7 @@ def bound_by(node: ast.stmt) -> set[str]:
 
 
 def bound_name(node: ast.AST) -> str:
-    """The name that a node of a syntax tree binds by itself, empty if it binds none."""
+    """The name that a node of a syntax tree binds itself, empty if it binds none."""
     match node:
         case ast.Name(id=name):
             return "" if isinstance(node.ctx, ast.Load) else name
@@ -211,7 +211,7 @@ def _bound(body: Sequence[ast.stmt]) -> Iterator[tuple[str, int]]:
 
 
 def _targets(node: ast.stmt) -> Iterator[tuple[str, int]]:
-    """What a statement binds by itself, without the statements in it."""
+    """What a statement binds itself, without the statements in it."""
     stack: list[ast.AST] = [node]
     while stack:
         part = stack.pop()
@@ -256,7 +256,7 @@ def _loads(parts: Sequence[ast.AST | None]) -> Iterator[tuple[str, int]]:
     while stack:
         part = stack.pop()
         if isinstance(part, (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
-            continue  # scopes of their own; a late name in them is rare, and told from a local one only by a symtable
+            continue  # scopes of their own; a late name in them is rare, and only a symtable tells it from a local one
         if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load):
             yield part.id, part.lineno
         stack.extend(ast.iter_child_nodes(part))

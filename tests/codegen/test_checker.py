@@ -129,7 +129,7 @@ UNIMPORTABLE = {
     "an error of a config method": (
         "from patcher.codegen import PatchConfig\n\nPatchConfig('a.b', 'c.txt')\n",
         "{config}:3: ",
-        "is no name of a Python file",
+        "isn't the name of a Python file",
     ),
 }
 
@@ -256,7 +256,7 @@ def test_hidden_folders_are_not_searched(project: Path) -> None:
     ("text", "message"),
     [
         ("[tool.patcher.codegen]\nsearch = 'x'\n", r"has no setting 'search'. It has search_root and format\.$"),
-        ("[tool.patcher.codegen]\nsearch_root = 'x'\n", r"search_root in .* names 'x', which is no folder"),
+        ("[tool.patcher.codegen]\nsearch_root = 'x'\n", r"search_root in .* names 'x', which isn't a folder"),
         ("[tool", "the project's settings can't be read"),
     ],
 )

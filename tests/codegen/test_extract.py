@@ -64,7 +64,7 @@ def test_a_class_of_a_notebook_cell_given_directly() -> None:
 def test_a_config_that_stands_in_no_file_has_no_folder_to_write_to() -> None:
     from patcher.codegen import write
 
-    with pytest.raises(CodegenError, match=r"stands in no file, .* Give write\(config, output_dir=...\)\.$"):
+    with pytest.raises(CodegenError, match=r"isn't in a file, .* Give write\(config, output_dir=...\)\.$"):
         write(run_cell(4, "x")["config"])
 
 

@@ -155,7 +155,7 @@ def test_what_is_left_out_counts_where_something_takes_its_place(place: Callable
     path = write(config, tmp_path, diff=True)
     assert set(recorded(path.read_text())) == {"f", "X"}
     place(source.replace("1", "7"), config.source_module)
-    assert [(c.target, c.asked) for c in changed_originals(config, path)] == [
+    assert [(c.target, c.call) for c in changed_originals(config, path)] == [
         ("X", "exclude_from_output('X')"),
         ("f", "exclude_from_output('f')"),
     ]
@@ -205,6 +205,6 @@ def test_an_external_patch_of_a_method(place: Callable[..., str], tmp_path: Path
     path = write(config, tmp_path, diff=True)
     place("class A:\n    def f(self):\n        return 2\n", module)
     (change,) = changed_originals(config, path)
-    assert (change.target, change.asked) == ("A.f", "create_patch_from_external('A.f')")
+    assert (change.target, change.call) == ("A.f", "create_patch_from_external('A.f')")
     with pytest.raises(CodegenError, match=r"can't be found"):
         changed_originals(PatchConfig("nothing_there_of_this_name", "out.py"), path)

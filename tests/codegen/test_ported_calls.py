@@ -248,7 +248,7 @@ def test_the_generator_by_its_name(place: Path) -> None:
 def test_names_and_files_are_checked_where_they_are_assigned() -> None:
     config = PatchConfig("ported_modeling")
     config.target_file = "other.py"
-    with pytest.raises(CodegenError, match=r"target_file='\.\./up\.py' is no name of a Python file"):
+    with pytest.raises(CodegenError, match=r"target_file='\.\./up\.py' isn't the name of a Python file"):
         config.target_file = "../up.py"
     assert config.target_file == "other.py"
     assert PatchType is PatchKind
@@ -279,7 +279,7 @@ def test_an_import_of_another_kind_is_refused(place: Path, target: str, kind: Pa
 
 def test_arguments_in_another_order_are_refused() -> None:
     config = PatchConfig("ported_modeling", "out.py")
-    with pytest.raises(CodegenError, match=r"was given description=\{'A': 'B'\}, which is no text.*write name_map="):
+    with pytest.raises(CodegenError, match=r"was given description=\{'A': 'B'\}, which isn't a text.*write name_map="):
         config.replace_function("f", "def f(): ...", {"A": "B"})  # type: ignore[call-overload]
     with pytest.raises(CodegenError, match=r"write name_map=\.\.\. or patch_type=\.\.\."):
         create_patch_from_external("f", "kernels", "x", PatchType.CLASS_REPLACEMENT)  # type: ignore[arg-type]

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 #: of the operation that turns stacks of experts where a checkpoint has them the other way round
 CHECKED_TRANSPOSE = {"dim0": 1, "dim1": 2, "check_dims": True}
-#: methods that the models of a file have besides
+#: methods that the models of a file have in addition
 METHODS = ("load_state_dict", "_load_from_state_dict", "save_pretrained", "prepare_distribute_model")
 
 
@@ -149,7 +149,7 @@ class OwnConversions:
         return [cls.__name__ for cls in models if not any(base in models for base in cls.__mro__[1:])]
 
     def _own_name(self, found: Mapping[str, list[str]]) -> str:
-        """What stands in front of the names of classes: it tells files apart whose conversions differ."""
+        """The prefix of the names of classes: files whose conversions differ have different ones."""
         names = [each if isinstance(each, str) else type(each).__name__ for each in self.patcher.fusions]
         words = "".join(word[:1].upper() + word[1:] for name in names for word in name.split("_"))
         if all(isinstance(each, str) for each in self.patcher.fusions) and words and not self.patcher.class_mapping:

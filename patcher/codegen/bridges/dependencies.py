@@ -38,17 +38,17 @@ class Dependencies:
     targets: Mapping[Any, str]
     _known: dict[str, Any] = field(default_factory=dict)
 
-    def bring(self, obj: Any, asked: str, text: str = "") -> dict[str, str]:
+    def bring(self, obj: Any, call: str, text: str = "") -> dict[str, str]:
         """Bring what the source of a class or function needs, or what a text does that is made of it.
 
         Returns:
             The names that it has to write differently.
         """
-        source, namespace = read_source(obj, asked, self.config.where), _namespace(obj)
+        source, namespace = read_source(obj, call, self.config.where), _namespace(obj)
         names = free_names(text or dedented(source.text)) - {source.name}
-        # The generator says what is missing, and where.
+        # The generator reports what is missing, and where.
         known = [name for name in sorted(names & namespace.keys()) if not hasattr(builtins, name)]
-        brought = {name: self._bring(name, namespace[name], namespace, source, asked) for name in known}
+        brought = {name: self._bring(name, namespace[name], namespace, source, call) for name in known}
         return {name: new for name, new in brought.items() if new != name}
 
     def helper(self, obj: Any) -> None:
@@ -65,7 +65,7 @@ class Dependencies:
         lines = [f"{name} = {value!r}".replace("'", '"') for name, value in values.items()]
         self.config.add_post_import_block("\n".join(lines), description)
 
-    def operation(self, cls: type, asked: str) -> None:
+    def operation(self, cls: type, call: str) -> None:
         """Bring the class of an operation, in front of the constant that uses it: helpers come behind that."""
         name = cls.__name__
         if self._is_known(name, cls):
@@ -74,14 +74,14 @@ class Dependencies:
         if _importable(cls.__module__, cls):
             self.config.add_import(cls.__module__, names=[name])
             return
-        if name_map := self.bring(cls, asked):
+        if name_map := self.bring(cls, call):
             raise self.config.error(
-                f"{asked} knows {', '.join(name_map.values())} by other names, "
+                f"{call} knows {', '.join(name_map.values())} by other names, "
                 f"{', '.join(name_map)}. Use their own names in {name}."
             )
-        self.config.add_post_import_block(dedented(read_source(cls, asked, self.config.where).text))
+        self.config.add_post_import_block(dedented(read_source(cls, call, self.config.where).text))
 
-    def _bring(self, name: str, value: Any, namespace: Mapping[str, Any], source: Source, asked: str) -> str:
+    def _bring(self, name: str, value: Any, namespace: Mapping[str, Any], source: Source, call: str) -> str:
         if isinstance(value, type | types.FunctionType):
             value = unrebound(value)
             if value in self.targets:
@@ -94,7 +94,7 @@ class Dependencies:
             return name
         if name in vars(self.original) and vars(self.original)[name] is not value:
             raise self.config.error(
-                f"{asked} uses {name!r}, and {self.original.__name__} has another {name!r}. "
+                f"{call} uses {name!r}, and {self.original.__name__} has another {name!r}. "
                 f"Give the one in {source.file or 'the replacement'} a name of its own."
             )
         self._known[name] = value
@@ -108,13 +108,13 @@ class Dependencies:
         elif isinstance(value, types.ModuleType):
             self.config.add_import(value.__name__, alias=name, is_from_import=False)
         else:
-            self._bring_definition(name, value, str(namespace.get("__name__", "")), asked)
+            self._bring_definition(name, value, str(namespace.get("__name__", "")), call)
         return name
 
     def _is_known(self, name: str, value: Any) -> bool:
         return name in self._known or vars(self.original).get(name, self._known) is value
 
-    def _bring_definition(self, name: str, value: Any, module: str, asked: str) -> None:
+    def _bring_definition(self, name: str, value: Any, module: str, call: str) -> None:
         """A class, a function or a constant of the replacement's own module, or one that comes from elsewhere."""
         inner = unwrap(value)
         home = str(getattr(inner, "__module__", "") or "")
@@ -122,11 +122,11 @@ class Dependencies:
             if home and home != module and not _is_local(inner) and _importable(home, inner):
                 self.config.add_import(home, names=[f"{inner.__name__} as {name}"])
                 return
-            asked = f"{asked}, which uses {name!r},"
-            name_map = self.bring(inner, asked)
+            call = f"{call}, which uses {name!r},"
+            name_map = self.bring(inner, call)
             if inner.__name__ != name:
                 raise self.config.error(
-                    f"{asked} calls it by another name than its own, {inner.__name__!r}. Use its own name."
+                    f"{call} calls it by another name than its own, {inner.__name__!r}. Use its own name."
                 )
             self.config.add_helper(inner, name_map=name_map)
             return
@@ -140,7 +140,7 @@ class Dependencies:
             self.config.add_import(module, names=[name])
         else:
             raise self.config.error(
-                f"{asked} uses {name!r}, {value!r}, which can't be written as text. "
+                f"{call} uses {name!r}, {value!r}, which can't be written as text. "
                 "Put it into a module that the generated file can import, and import it at the top level."
             )
 

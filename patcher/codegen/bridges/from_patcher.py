@@ -52,7 +52,7 @@ def describe_patcher(
     if patcher.module_mapping:
         raise described.error(
             f"from_patcher() can't write {', '.join(map(repr, patcher.module_mapping))} of a module_mapping into a "
-            "file: a path is a place in one model, and a class in a file stands for all modules that are built of it. "
+            "file: a path is a place in one model, and a class in a file is that of all modules that are built of it. "
             "Load the model with the patcher, or give the class in a class_mapping."
         )
     if config is None:
@@ -146,19 +146,19 @@ class _Description(NamedTuple):
                     f"{self.modeling.__name__}, and a generated file holds the functions of one module. Load with the "
                     "patcher itself."
                 )
-            asked = f"from_patcher(), for {full_name(each.replacement)},"
+            call = f"from_patcher(), for {full_name(each.replacement)},"
             if not isinstance(each.replacement, FunctionType) or MADE in (each.replacement.__module__ or ""):
                 raise self.described.error(
-                    f"{asked} has no source that could stand in a file. Load with the patcher itself."
+                    f"{call} has no source that a file could hold. Load with the patcher itself."
                 )
             self.described.replace_function(
-                name, each.replacement, name_map=dependencies.bring(each.replacement, asked)
+                name, each.replacement, name_map=dependencies.bring(each.replacement, call)
             )
 
     def write_fused(
         self, resolution: Resolution, layers: FusedLayers, dependencies: Dependencies
     ) -> Mapping[str, Sequence[Layout]]:
-        """The code of what fusions do to the modules that stand; gives their layouts."""
+        """Write what fusions do to the constructed modules; returns their layouts."""
         if not resolution.fused:
             refused = "; ".join(sorted(set(resolution.refused.values()))[:3])
             raise self.described.error(
@@ -193,11 +193,11 @@ class _Description(NamedTuple):
                 layers.experts(original, cls, layers.modules[path])
             else:
                 raise self.described.refusal(
-                    f"{path} gets a {cls.__name__}, which is no class of the families qkv, gate_up, kv, siblings and "
+                    f"{path} gets a {cls.__name__}, which isn't a class of qkv, gate_up, kv, siblings or "
                     "sequential_experts"
                 )
         for cls, fused in others.items():
-            layers.replace(cls, fused, partial(dependencies.operation, asked=f"from_patcher(), for {cls.__name__},"))
+            layers.replace(cls, fused, partial(dependencies.operation, call=f"from_patcher(), for {cls.__name__},"))
         return layouts
 
     def _check_home(self, path: str, original: type[nn.Module]) -> None:
@@ -252,19 +252,19 @@ def _replace(
     if home in ("torch", "transformers") and "<locals>" not in cls.__qualname__:
         described.patches.append(create_patch_from_external(name, cls.__module__, cls.__qualname__, description))
         return
-    asked = f"from_patcher(), for {cls.__qualname__},"
-    described.replace_class(name, cls, description, dependencies.bring(cls, asked))
+    call = f"from_patcher(), for {cls.__qualname__},"
+    described.replace_class(name, cls, description, dependencies.bring(cls, call))
 
 
 def _replace_forward(described: PatchConfig, name: str, layer: type[nn.Module], dependencies: Dependencies) -> None:
-    asked = f"from_patcher(), for forward_of({layer.__qualname__}),"
+    call = f"from_patcher(), for forward_of({layer.__qualname__}),"
     if refused := [flag for flag in FLAGS if not getattr(layer, flag, True)]:
         raise described.error(
-            f"{asked} has a layer with {' and '.join(f'{flag} = False' for flag in refused)}, which a file can't "
+            f"{call} has a layer with {' and '.join(f'{flag} = False' for flag in refused)}, which a file can't "
             "refuse. Load with the patcher itself."
         )
     forward: Any = layer.forward
-    name_map = dependencies.bring(forward, asked)
+    name_map = dependencies.bring(forward, call)
     modeling = dependencies.original
     decorators = replacing("forward", name, file_tree(modeling.__file__ or ""), modeling.__package__ or "")
     if decorators:  # a kernel would run in its place

@@ -67,7 +67,7 @@ class ModuleText:
         return dedented(applied(text.text[start:end], changes) + "\n")
 
     def value(self, node: ast.expr) -> Any:
-        """What a name of the module, dotted or not, stands for."""
+        """The value of a name of the module, dotted or not."""
         try:
             return unrebound(eval(ast.unparse(node), vars(self.module)))
         except Exception:
@@ -86,7 +86,7 @@ def assigned(function: ast.FunctionDef, name: str) -> Iterator[ast.Assign]:
 
 
 def wrapped(code: str, known: str = "") -> str:
-    """Code of which no line is too long where it stands in a class: the last brackets of such a line are opened.
+    """Code of which no line is too long inside of a class: the last brackets of such a line are opened.
 
     Args:
         known: a text whose lines stay as they are.
@@ -282,15 +282,15 @@ class FusedLayers:
         joined: Joined = cls._joined
         members = [self._init(original, lambda node: self._join_lines(original, node, joined))]
         rewritten = [wrapped(code, self.text.text.text) for code in cls._rewritten.values()]
-        asks = any("self.shared_input()" in code for code in rewritten)
-        if asks or any("super()." in code for code in rewritten) or self._is_used(original, cls):
+        compares_inputs = any("self.shared_input()" in code for code in rewritten)
+        if compares_inputs or any("super()." in code for code in rewritten) or self._is_used(original, cls):
             self.bring(standing_alone.JoinedPart)
             for number, name in enumerate(joined.projections):
                 start = f"sum(self.{joined.sizes}[:{number}])" if number else "0"
                 arguments = f"self.{joined.name}, {start}, self.{joined.sizes}[{number}]"
                 arguments += f", self.{name}_bias" if name in joined.biased else ""
                 members.append(wrapped(f"@property\ndef {name}(self):\n    return JoinedPart({arguments})\n"))
-        if asks:
+        if compares_inputs:
             self.bring(standing_alone.SharedInput)
             listed = ", ".join(f'"{name}"' for name in joined.projections)
             call = f'SharedInput(self, [{listed}], "{joined.name}")'

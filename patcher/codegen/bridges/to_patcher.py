@@ -105,7 +105,7 @@ def affected_names(generated: Generated, covered: set[str]) -> set[str]:
     """The names that are bound to something else than in the original module, or to something that uses such a name.
 
     Code that only builds a class of `covered` isn't affected by a change of that class: a load builds the other one
-    there by itself, wherever code of the original names the class. Code that inherits from it, looks into it or
+    there anyway, wherever code of the original names the class. Code that inherits from it, looks into it or
     compares with it is.
     """
     # The original as the generator writes it, with absolute imports.

@@ -29,22 +29,22 @@ class OriginalChange:
     Attributes:
         target: its dotted name.
         where: the line of the config that patches it.
-        asked: the call on that line.
+        call: the call on that line.
         releases: the release that the file was made from, and the one that is installed; empty if there is none.
         is_gone: whether there is no such definition any more.
     """
 
     target: str
     where: Location
-    asked: str
+    call: str
     releases: tuple[str, str]
     is_gone: bool
 
     def __str__(self) -> str:
         then, now = self.releases
         since = f" ({then} -> {now})" if then and now and then != now else ""
-        said = f"{self.where}: {self.asked} patches code that has changed since the file was made{since}"
-        return said + (", and is gone" if self.is_gone else "")
+        text = f"{self.where}: {self.call} patches code that has changed since the file was made{since}"
+        return text + (", and is gone" if self.is_gone else "")
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _drift(files: Mapping[Path, bytes]) -> Iterator[str]:
 def changed_originals(config: PatchSpec, path: Path) -> tuple[OriginalChange, ...]:
     """The originals under the patches of a config that changed since its file was written.
 
-    They are told also where the file can't be generated any more, which their change may be the reason of.
+    They are listed also where the file can't be generated any more, which their change may be the reason of.
     """
     if not path.is_file():
         return ()
@@ -169,12 +169,12 @@ def changed_originals(config: PatchSpec, path: Path) -> tuple[OriginalChange, ..
     try:
         tree = ast.parse(source.text)
     except SyntaxError:
-        return ()  # of which the generator tells
+        return ()  # the generator reports it
     before, now = recorded(text), Provenance.of(config, tree).originals
     made = re.search(r"^# Source:[^(\n]*(?:\n#[^(\n]*)?\(([^)]*)\)", text, re.MULTILINE)
     releases = (re.sub(r"[\s#]+", " ", made[1]) if made else "", source.version)
     askers = {name: (where, f"exclude_from_output({name!r})") for name, where in config.excluded.items()}
     askers |= dict.fromkeys(config.derived, (config.where, "from_patcher()"))
-    askers |= {patch.definition: (patch.where, patch.asked) for patch in config.patches}
+    askers |= {patch.definition: (patch.where, patch.call) for patch in config.patches}
     changed = [name for name in now if before.get(name, now[name]) != now[name]]
     return tuple(OriginalChange(name, *askers[name], releases, now[name] == NOTHING) for name in changed)

@@ -26,7 +26,7 @@ _IMPORTING = {__file__, importlib.__file__, from_text.__file__}
 _SKIPPED = {"node_modules", "__pycache__", "site-packages"}
 
 
-#: Where settings are, and what else may stand there: those of the existing generator work as they are.
+#: Where settings are, and what else may be there: those of the existing generator work as they are.
 _TABLES = {
     ("patcher", "codegen"): {"search_root", "format"},
     ("patchgen",): {"search_root", "format", "package_prefix", "legacy_patches_prefix"},
@@ -68,7 +68,7 @@ def read_settings(start: str | os.PathLike[str] | None = None) -> Settings:
     for missing in (path for path in folders if not path.is_dir()):
         raise CodegenError(
             f"{file}: search_root in {section} names {missing.relative_to(file.parent).as_posix()!r}, "
-            "which is no folder of this project."
+            "which isn't a folder of this project."
         )
     return Settings(tuple(folders), bool(table.get("format", False)))
 

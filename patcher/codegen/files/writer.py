@@ -69,7 +69,7 @@ class ModelingCodeGenerator:
         self.source_code = ""
 
     def load_source(self) -> None:
-        """Read the module that is patched into `source_code`; `generate` does so by itself."""
+        """Read the module that is patched into `source_code`; `generate` does so anyway."""
         self.source_code = load(self.config.source_module, self.config.where).text
 
     def generate(self, output_path: Path | None = None) -> str:
@@ -90,7 +90,7 @@ def write_generated(generated: Generated, folder: Path, *, formatted: bool, diff
 def files_of(generated: Generated, path: Path, *, formatted: bool, diff: bool = False) -> dict[Path, bytes]:
     """What is to be on the disk: the generated file, and its diff against the original.
 
-    The diff if it is asked for, and if there is one: beside another file it would be wrong.
+    The diff if it is requested, and if there is one: beside another file it would be wrong.
     """
     text = final_text(generated, formatted=formatted)
     files = {path: text.encode()}
@@ -106,7 +106,7 @@ def output_folder(config: PatchSpec, output_dir: str | os.PathLike[str] | None) 
     home = Path(config.config_file)
     if not home.is_file():
         raise config.error(
-            "this config stands in no file, so there is no folder beside it to write to. "
+            "this config isn't in a file, so there is no folder beside it to write to. "
             "Give write(config, output_dir=...)."
         )
     return home.parent / "generated"

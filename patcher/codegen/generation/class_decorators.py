@@ -1,4 +1,4 @@
-"""Decorators of definitions: left out where the config says so, and told of where a patch may never run."""
+"""Decorators of definitions: left out where the config says so, with a warning where a patch may never run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from patcher.source.modules import SourceModule
 from patcher.source.reading import Definition, parsed
 from patcher.source.scopes import nearest, top_level
 
-#: What was said: a file that is generated several times is warned of once.
+#: Warnings that were given: a file that is generated several times is warned of once.
 _WARNED: dict[str | tuple[str, type[Warning], int], int] = {}
 
 
@@ -25,20 +25,20 @@ def dropped_decorators(config: PatchSpec, text: Text) -> Iterator[Edit]:
     known = {node.name for node in top_level(tree.body) if isinstance(node, Definition)}
     whole = {patch.target: patch for patch in config.patches if patch.kind is not PatchKind.MODIFY_INIT}
     for (target, name), where in config.undecorated.items():
-        asked = f"{where}: drop_decorators({target!r}, {name!r})"
+        call = f"{where}: drop_decorators({target!r}, {name!r})"
         if target in whole:
             raise CodegenError(
-                f"{asked} is of no use: {whole[target].asked} at {whole[target].where} replaces {target!r} with its "
+                f"{call} is of no use: {whole[target].call} at {whole[target].where} replaces {target!r} with its "
                 "decorators. Remove one."
             )
         if target not in known:
             near = nearest(target, known)
-            raise CodegenError(f"{asked} names no class or function of {config.source_module}. {near}")
+            raise CodegenError(f"{call} names no class or function of {config.source_module}. {near}")
         decorators = _decorators(tree, target)
         matched = [part for part in decorators if _name(part) == name]
         if not matched:
             near = nearest(name, map(_name, decorators))
-            raise CodegenError(f"{asked} names no decorator of {target!r} in {config.source_module}. {near}")
+            raise CodegenError(f"{call} names no decorator of {target!r} in {config.source_module}. {near}")
         for part in matched:
             yield Edit(text.start_of(part.lineno), text.start_of((part.end_lineno or part.lineno) + 1), "")
 
@@ -66,7 +66,7 @@ def warn_of_decorators(config: PatchSpec, source: SourceModule, original: ast.Mo
             tree = parsed(text) if name.partition(".")[0] in own else original
             if (owner, name) not in config.undecorated and method in replaced_methods(name, tree, source.package):
                 warnings.warn_explicit(
-                    f"{patch.asked} may never run: @{name} of {owner} puts another {method} in the place of the "
+                    f"{patch.call} may never run: @{name} of {owner} puts another {method} in the place of the "
                     f"class's own. Leave the decorator out with config.drop_decorators({owner!r}, {name!r}).",
                     PatcherWarning,
                     patch.where.file,

@@ -81,8 +81,8 @@ def build(config: PatchSpec) -> Generated:
     for name, where in config.dropped.items():
         if name not in imported:
             # Not an error: a config serves several releases, and a later one needs the name no more.
-            said = f"drop_import_names({name!r}) names nothing that {config.source_module} imports. "
-            warnings.warn_explicit(said + nearest(name, imported), PatcherWarning, where.file, where.line)
+            problem = f"drop_import_names({name!r}) names nothing that {config.source_module} imports. "
+            warnings.warn_explicit(problem + nearest(name, imported), PatcherWarning, where.file, where.line)
     edits, no_imports = dropped_names(text, config.dropped)
     unlisted, excluded = _exclude(config, text)
     gone = no_imports | excluded | _replaced_guards(config, text, no_imports)
@@ -197,7 +197,7 @@ def _exclude(config: PatchSpec, text: Text) -> tuple[list[Edit], set[ast.stmt]]:
             )
         if name in patched:
             raise CodegenError(
-                f"{where}: exclude_from_output({name!r}) leaves out what {patched[name].asked} at "
+                f"{where}: exclude_from_output({name!r}) leaves out what {patched[name].call} at "
                 f"{patched[name].where} patches. Remove one."
             )
         gone.update(known[name])
@@ -216,7 +216,7 @@ def _exclude(config: PatchSpec, text: Text) -> tuple[list[Edit], set[ast.stmt]]:
 def _replaced_guards(config: PatchSpec, text: Text, gone: Collection[ast.stmt]) -> set[ast.stmt]:
     """The guards of which only fallbacks are left, for names that the config binds itself.
 
-    What falls back is told by the imports that are left out.
+    What falls back follows from the imports that are left out.
     """
     own = {helper.source.name for helper in config.helpers}
     own.update(name for each in config.imports for name in each.bound())

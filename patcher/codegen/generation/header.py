@@ -13,7 +13,7 @@ from patcher.source.modules import SourceModule
 _RULE = "# " + "-" * 88
 _WIDTH = 90
 _LINES = 12
-#: what the paragraph begins with that tells what differs
+#: what the paragraph about the differences begins with
 DIFFERS = "Differs:"
 #: what transformers writes on top of a file that its modular converter has made
 _BANNER = re.compile(
@@ -33,14 +33,14 @@ def render_header(
 ) -> list[str]:
     """The lines of the header. They hold no time and no path of a machine, so that equal input gives equal text.
 
-    It names each change, and nothing twice: why it is made, stands at its place. Where there are too many to name,
+    It names each change once: why it is made is said at its place. Where there are too many to name,
     they are counted.
 
     Args:
         config: the description.
         source: the module that was patched.
         patches: the patches in the order of the text.
-        originals: the fingerprints of what they replace, but for those that stand at the patches.
+        originals: the fingerprints of what they replace, but for those beside the patches.
         orphans: the imports that nothing uses any more.
         methods: those by which models get the conversions of transformers.
     """

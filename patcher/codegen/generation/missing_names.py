@@ -34,7 +34,7 @@ def check_names(config: PatchSpec, source: SourceModule, text: str, original: as
             f"{config.target_file} would not compile: {error.msg}. The line is "
             f"{text.splitlines()[(error.lineno or 1) - 1].strip()!r}: look at the patch that it comes from."
         ) from error
-    # What the original lacks as well is nobody's fault; it is looked at only if something is missing.
+    # What the original lacks as well isn't reported; it is looked at only if something is missing.
     if missing := undefined_names(text, tree):
         known_before = undefined_names(source.text, original)
         missing = {name: line for name, line in missing.items() if name not in known_before}
@@ -53,12 +53,12 @@ def check_names(config: PatchSpec, source: SourceModule, text: str, original: as
 
 
 def _sources(config: PatchSpec) -> list[tuple[Location, str, Source, dict[str, str]]]:
-    found = [(p.where, p.asked, p.source, dict(p.name_map)) for p in config.patches if p.source is not None]
+    found = [(p.where, p.call, p.source, dict(p.name_map)) for p in config.patches if p.source is not None]
     return found + [(h.where, f"the helper {h.source.name!r}", h.source, dict(h.name_map)) for h in config.helpers]
 
 
 def _behind(config: PatchSpec, where: Location, name: str) -> str:
-    """How what stands on a line of the config comes behind the definition of a name, if it can."""
+    """How what a line of the config adds comes behind the definition of a name, if it can."""
     if any(helper.where == where for helper in config.helpers):
         return f"Put it behind that definition with add_helper_after({name!r}), or use"
     for patch in config.patches:
@@ -73,10 +73,10 @@ def _behind(config: PatchSpec, where: Location, name: str) -> str:
 
 def _user(config: PatchSpec, name: str) -> tuple[Location, str]:
     """Who uses a name: the patch, helper or block, else the config."""
-    for where, asked, source, names in _sources(config):
+    for where, call, source, names in _sources(config):
         words = {names.get(part.id, part.id) for part in ast.walk(source.tree()) if isinstance(part, ast.Name)}
         if name in words:
-            return where, asked
+            return where, call
     blocks = ((block.where, _BLOCK) for block in config.blocks if name in free_names(block.code))
     return next(blocks, (config.where, "the file"))
 
@@ -84,36 +84,36 @@ def _user(config: PatchSpec, name: str) -> tuple[Location, str]:
 def _missing(config: PatchSpec, tree: ast.Module, original: ast.Module, missing: Mapping[str, int]) -> str:
     """The message: first what patches use, then what exclusions took away."""
     parts: list[str] = []
-    told: set[str] = set()
+    named: set[str] = set()
     users: list[tuple[Location, str, set[str], Source | None]] = []
-    for where, asked, source, names in _sources(config):
-        users.append((where, asked, {names.get(name, name) for name in free_names(dedented(source.text))}, source))
+    for where, call, source, names in _sources(config):
+        users.append((where, call, {names.get(name, name) for name in free_names(dedented(source.text))}, source))
     users += [(block.where, _BLOCK, free_names(block.code), None) for block in config.blocks]
-    for where, asked, used, written in users:
+    for where, call, used, written in users:
         if own := sorted(used & missing.keys()):
-            told.update(own)
-            uses = f"{asked} uses {', '.join(map(repr, own))}, which {config.target_file} does not define."
+            named.update(own)
+            uses = f"{call} uses {', '.join(map(repr, own))}, which {config.target_file} does not define."
             parts.append(f"{where}: {uses}" + ("" if written else " Import it with config.add_import."))
             parts += [f"  {name}: {_remedy(name, written, original)}" for name in own if written]
     removed = {name: (where, "drop_import_names") for name, where in config.dropped.items()}
     removed |= {name: (where, "exclude_from_output") for name, where in config.excluded.items()}
-    for name in (name for name in missing if name not in told):
-        where, asked = removed.get(name, (config.where, ""))
+    for name in (name for name in missing if name not in named):
+        where, call = removed.get(name, (config.where, ""))
         around = (node for node in tree.body if start_line(node) <= missing[name] <= (node.end_lineno or 0))
         owned = (other for node in around for other in bound_names(ast.Module([node], [])))
         owner = next(map(repr, owned), "")
         also = f", or leave {owner} out as well" if owner else ""
         parts.append(
-            f"{where}: {asked}({name!r}) removes what {owner or 'the module'} still uses. Keep it, or bind {name!r} "
+            f"{where}: {call}({name!r}) removes what {owner or 'the module'} still uses. Keep it, or bind {name!r} "
             f"another way{also}."
-            if asked
+            if call
             else f"{where}: {config.target_file} would use {name!r} in {owner or 'the module'} without defining it."
         )
     return "\n".join(parts)
 
 
 def _remedy(name: str, source: Source, original: ast.Module) -> str:
-    """The line to add, read from the file that the patch code stands in."""
+    """The line to add, read from the file of the patch code."""
     home = file_tree(source.file)
     found = imported_names(home).get(name)
     if found is not None and not found.attribute:

@@ -122,7 +122,7 @@ class _ClassEdit:
         called = params[0]
         if any(called in bound_by(statement) for statement in node.body):
             raise patch.error(
-                f"binds {called!r} anew, which stands for the original __init__. Give the other variable another name."
+                f"binds {called!r} anew, which calls the original __init__. Give the other variable another name."
             )
         found = self.methods("__init__")
         if not found:
@@ -170,7 +170,7 @@ class _ClassEdit:
         self.context.put_above(self.place, marker(f"[MODIFIED CLASS] {self.path}", title, *notes))
 
     def _add(self) -> None:
-        """Write methods behind the other members; a body that says nothing, `...` or `pass`, makes room for them."""
+        """Write methods behind the other members; an empty body, `...` or `pass`, makes room for them."""
         context, text, body = self.context, self.context.text, self.node.body
         kept, comments = [node for node in body if not _says_nothing(node)], list[str]()
         if self.in_line:
@@ -182,9 +182,9 @@ class _ClassEdit:
         else:
             for place in (Place(node, body, self.node) for node in body if node not in kept and text.is_alone(node)):
                 above = place.comments(text)
-                said = [text.lines[number - 1].strip() for number in above]
+                comment = [text.lines[number - 1].strip() for number in above]
                 trailing = text.text[text.span(place.node)[1] : text.end_of(place.node.lineno)].strip()
-                comments += [f"{self.indent}{line}" for line in (*said, trailing) if line]
+                comments += [f"{self.indent}{line}" for line in (*comment, trailing) if line]
                 first = next(iter(above), place.node.lineno)
                 context.edits.append(Edit(text.end_of(first - 1), text.end_of(place.node.lineno), ""))
             head = Place(body[0], body, self.node).comments(text).start - 1

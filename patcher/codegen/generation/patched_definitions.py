@@ -191,7 +191,7 @@ def replace_definition(patch: Patch, place: Place, context: Context) -> None:
     kept = _kept_name(patch, name, is_class, context)
     own = patch.source.name
     names = {old: kept for old, new in (*patch.name_map, (name, name)) if kept and new == name}
-    if own == name and kept:  # the new class is meant everywhere but in its own bases, which are read before it exists
+    if own == name and kept:  # the new class is what it names, but in its own bases, which are read first
         based = names
 
         def rename_bases(text: Text, node: Any) -> list[Edit]:
@@ -255,5 +255,5 @@ def why(description: str) -> str:
 
 
 def is_overload(node: Any) -> bool:
-    """Whether a definition only tells type checkers a signature, `@overload`."""
+    """Whether a definition is a signature for type checkers only, `@overload`."""
     return any(ast.unparse(each).rpartition(".")[2] == "overload" for each in node.decorator_list)

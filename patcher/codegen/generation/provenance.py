@@ -16,7 +16,7 @@ from patcher.source.definitions import find
 from patcher.source.reading import Location
 from patcher.source.scopes import bound_names
 
-#: how many characters of names and fingerprints a header has room for; of more patches they stand at the patches
+#: how many characters of names and fingerprints a header has room for; of more patches they are beside the patches
 _ROOM = 300
 _ENTRY = re.compile(rf"([^\W\d][\w.]*) ([0-9a-f]{{8}}|{NOTHING})\b")
 _AT_PATCH = re.compile(rf"^[ \t]*# (?:from .+:\d+, )?in place of {_ENTRY.pattern}[ \t\r]*$", re.MULTILINE)
@@ -24,11 +24,11 @@ _AT_PATCH = re.compile(rf"^[ \t]*# (?:from .+:\d+, )?in place of {_ENTRY.pattern
 
 @dataclass(frozen=True)
 class Provenance:
-    """What stands in a generated file about the origins of its patches.
+    """What a generated file says about the origins of its patches.
 
     Attributes:
         originals: the name of each definition that is replaced, with the fingerprint of what it was.
-        at_patches: those whose fingerprints stand at their patches, because the header has no room for them.
+        at_patches: those whose fingerprints are beside their patches, because the header has no room for them.
         unplaced: those whose code is from no line of a config: a Patcher says what it is.
     """
 
@@ -60,11 +60,11 @@ class Provenance:
 
 
 def recorded(text: str) -> dict[str, str]:
-    """The fingerprints that stand in a generated file, by the names of the definitions."""
+    """The fingerprints in a generated file, by the names of the definitions."""
     header = list(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines()))
     start = next((number for number, line in enumerate(header) if line.startswith(f"# {DIFFERS}")), len(header))
-    told = itertools.takewhile(lambda line: not line.startswith("# ---"), header[start:])
-    paragraph = " ".join(line.removeprefix("#").strip() for line in told).removeprefix(DIFFERS)
+    lines = itertools.takewhile(lambda line: not line.startswith("# ---"), header[start:])
+    paragraph = " ".join(line.removeprefix("#").strip() for line in lines).removeprefix(DIFFERS)
     return dict([*_ENTRY.findall(paragraph), *_AT_PATCH.findall(text)])
 
 
@@ -77,5 +77,5 @@ def _rebound(config: PatchSpec) -> set[str]:
 
 
 def config_line(place: Location) -> str:
-    """A line as generated files name it; empty for a notebook's cell and other code that stands in no file."""
+    """A line as generated files name it; empty for a notebook's cell and other code that isn't in a file."""
     return f"{config_path(place.file)}:{place.line}" if Path(place.file).is_file() else ""

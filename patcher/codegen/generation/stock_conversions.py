@@ -77,7 +77,7 @@ def _added(text: Text, node: ast.ClassDef, newline: str) -> Iterator[Edit]:
 
 
 def _concerns(source: SourceModule, own: ast.Module) -> bool:
-    """Whether transformers may have conversions for a model of a module. True where that can't be told."""
+    """Whether transformers may have conversions for a model of a module. True where that can't be known."""
     files = {*source.path.parent.glob("configuration_*.py")}
     for each in statements_of(own, ast.ImportFrom):
         if "configuration_" in (each.module or "") and each.level:

@@ -100,7 +100,7 @@ def without_orphans(
     nodes = [part for name in gone for node in find(original, name) for part in ast.walk(node)]
     kept_names = {name for entry in config.imports for name in entry.bound()}.union(gone)
     used = {part.id for part in nodes if isinstance(part, ast.Name)} - kept_names
-    said = re.sub(r"(?m)^[ \t]*# (?:Why|  [\w.]+): .*", "", text)  # without descriptions
+    described = re.sub(r"(?m)^[ \t]*# (?:Why|  [\w.]+): .*", "", text)  # without descriptions
     file, removed = Text(text, parsed(text)), dict[ast.stmt, set[str]]()
     for node in file.tree.body:
         if not isinstance(node, ast.Import | ast.ImportFrom) or getattr(node, "module", "") == "__future__":
@@ -108,7 +108,7 @@ def without_orphans(
         names = {bound_name(alias) for alias in node.names} & used
         if names and not node.col_offset and file.is_alone(node):
             statement = "".join(file.lines[node.lineno - 1 : node.end_lineno])
-            rest = said.replace(statement, "", 1)
+            rest = described.replace(statement, "", 1)
             # The word, written so that it is searched for as fast as any characters are.
             names = {name for name in names if not re.search(rf"{name}(?<=\b{name})\b", rest)}
             if names and "noqa" not in statement:

@@ -168,7 +168,7 @@ class Rope:
         return modeling_llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
 
 
-@advice("{} has no source that could stand in a file. Load with the patcher itself.")
+@advice("{} has no source that a file could hold. Load with the patcher itself.")
 def an_object_that_is_called(at: Place) -> Steps:
     patcher = Patcher(function_mapping={"apply_rotary_pos_emb": Rope()})
     yield lambda: file_of(patcher)

@@ -263,7 +263,7 @@ case_of(
 )
 case_of(
     "modify_init_rebinds",
-    "binds {} anew, which stands for the original __init__. Give the other variable another name.",
+    "binds {} anew, which calls the original __init__. Give the other variable another name.",
     (
         [("    init = init\n", "    other = init\n"), ("    init(self, a)", "    other(self, a)")],
         lambda file: file.A(3).a == 3,

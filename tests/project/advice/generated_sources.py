@@ -112,7 +112,7 @@ def a_module_that_is_not_there(at: Place) -> Steps:
 @advice(
     "Give a dotted name, such as 'transformers.models.llama.modeling_llama'.",
     "Give one such as 'patched_modeling_llama.py', and the folder to write(output_dir=...).",
-    "this config stands in no file, so there is no folder beside it to write to. Give write(config, output_dir=...).",
+    "this config isn't in a file, so there is no folder beside it to write to. Give write(config, output_dir=...).",
 )
 def a_source_and_a_target(at: Place) -> Steps:
     case = cases.read("error_source_no_name")
