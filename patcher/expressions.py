@@ -44,7 +44,7 @@ def checked_expression(what: str, expression: str) -> str:
         what: how the error calls it.
 
     Raises:
-        InvalidPatcherError: it isn't, or nobody can compile it.
+        InvalidPatcherError: it isn't, or it can't be compiled.
     """
     try:
         re.compile(expression)

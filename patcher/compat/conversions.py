@@ -22,7 +22,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module as sh
 from patcher.compat.models import ModelView, as_stock
 from patcher.expressions import compiled, is_quick
 
-# Before the hook stands in for them.
+# Before the hook replaces them.
 _stock_conversion_mapping: Callable[..., list[WeightTransform]] = conversion_mapping.get_model_conversion_mapping
 _stock_revert: Callable[..., Any] = vars(modeling_utils)["revert_weight_conversion"]
 
@@ -91,7 +91,7 @@ def key_renamer(
     model: PreTrainedModel | None = None,
     parameters: dict[str, Any] | None = None,
 ) -> Callable[[str], Renamed]:
-    """What tells what a load makes of a checkpoint key.
+    """Gives what a load makes of a checkpoint key.
 
     With `model` and `parameters` the prefix of the base model is added or removed as a load does.
     """
@@ -137,7 +137,7 @@ def stock_revert(model: Any, state_dict: dict[str, Any], conversions: list[Any] 
 
 
 def reversed_together(conversions: Iterable[WeightTransform]) -> Callable[[str], str | None] | None:
-    """What tells which parameters are reversed together, by a name that is the same for these; None if none are."""
+    """Gives which parameters are reversed together, by a name that is the same for these; None if none are."""
     converters: Any = [each.reverse_transform() for each in conversions if isinstance(each, WeightConverter)][::-1]
 
     def together(name: str) -> str | None:

@@ -13,7 +13,7 @@ _WHERE = ("cache_dir", "local_files_only", "proxies", "revision", "token")
 
 
 def has_file(path: str | os.PathLike[str], name: str, options: Mapping[str, Any]) -> bool:
-    """Whether a folder, or a repo on the hub, has a file; of the hub nothing but that is asked.
+    """Whether a folder, or a repo on the hub, has a file; of the hub nothing else is requested.
 
     Args:
         options: the keyword arguments of `from_pretrained`, some of which say where the file is.

@@ -51,13 +51,13 @@ def module_subclasses(
 ) -> list[type[nn.Module]]:
     """Every live subclass of `nn.Module`, each once, or those that a function chooses."""
     # It chooses first: looking into a class is what takes long.
-    meant = dict.fromkeys(chosen(_subclasses(nn.Module)))
-    return [cls for cls in meant if "_patcher_stands_for" not in cls.__dict__ and REBOUND not in cls.__dict__]
+    found = dict.fromkeys(chosen(_subclasses(nn.Module)))
+    return [cls for cls in found if "_patcher_stands_for" not in cls.__dict__ and REBOUND not in cls.__dict__]
 
 
 @lru_cache(maxsize=1)
 def classes_of_torch() -> frozenset[type[nn.Module]]:
-    """The classes of modules that torch itself had when first asked, which a load need not look at."""
+    """The classes of modules that torch itself had at the first call, which a load need not look at."""
     return frozenset(cls for cls in _subclasses(nn.Module) if cls.__module__.startswith("torch."))
 
 

@@ -1,4 +1,4 @@
-"""What transformers keeps on models and parameters, and which class a replaced module stands for."""
+"""What transformers keeps on models and parameters, and which class a replaced module was built for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _OF_ONE_CLASS = ("config_class", "_auto_class", "model_tags")
 #: Whether a program is exported. Releases of torch before 2.7 don't tell it from one that is compiled.
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
-#: On a replaced module: the class that it was built for. transformers goes by class in many places.
+#: On a replaced module: the class that it was built for. transformers decides by class in many places.
 ORIGINAL = "_patcher_original"
 
 
@@ -212,7 +212,7 @@ def without_tied(model: PreTrainedModel, state_dict: Mapping[str, Any], own: Map
 
     places = {name: place(value) for name, value in state_dict.items()}
     sharing = Counter(places.values())
-    # Transformers takes long over thousands, of which hardly any are meant.
+    # Transformers takes long over thousands, of which hardly any are concerned.
     shown = {
         name: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         if isinstance(value, DTensor)

@@ -67,7 +67,7 @@ def record_replacements(model: nn.Module, replacement_of: Callable[[str], type[n
 
 
 def forget_recorded(module: nn.Module) -> None:
-    """Take the hooks off that record the outputs of a module: they are installed anew when that is asked for."""
+    """Take the hooks off that record the outputs of a module: they are installed anew when recording is requested."""
     for key, hook in list(module._forward_hooks.items()):
         if getattr(getattr(hook, "_hook", hook), "__module__", None) == output_capturing.__name__:
             del module._forward_hooks[key]

@@ -1,4 +1,4 @@
-"""Which class is built in place of another: the mappings in force, asked class by class and path by path."""
+"""Which class is built in place of another: the mappings in force, by class and by path."""
 
 from __future__ import annotations
 

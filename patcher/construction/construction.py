@@ -62,7 +62,7 @@ class Construction:
 
     Args:
         rules: what is in force.
-        by_hand: no checkpoint is read: the model is finished when its modules stand.
+        by_hand: no checkpoint is read: the model is finished when its modules are constructed.
         is_skeleton: built for its names and shapes only: no fusions, nothing is judged.
     """
 
@@ -75,10 +75,10 @@ class Construction:
     rules_matched: dict[str, dict[str, None]] = field(init=False, default_factory=dict)
     outcome: Outcome = field(init=False, default_factory=Outcome)
     #: whether the model has called `post_init`
-    stands: bool = field(init=False, default=False)
-    #: what the patchers in force do to the model where its modules stand
+    is_constructed: bool = field(init=False, default=False)
+    #: what the patchers in force do to the model once its modules are constructed
     resolution: Any = field(init=False, default=None)
-    #: whether modules may be built again once they stand: then the constructor arguments of all of them are kept
+    #: whether constructed modules may be built again: then the constructor arguments of all of them are kept
     keeps_arguments: bool = field(init=False, default=False)
     arguments: dict[int, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = field(init=False, default_factory=dict)
     #: the functions that are replaced in the model
@@ -103,7 +103,7 @@ class Construction:
 
     @property
     def outermost_built(self) -> list[Built]:
-        """The replacements that are no part of another one."""
+        """The replacements that aren't part of another one."""
         return [built for built in self.built if built.outermost]
 
     def note(self, cls: type[nn.Module], match: Match) -> None:
@@ -241,7 +241,7 @@ def current_construction() -> Construction | None:
 
 @contextmanager
 def construction_here() -> Iterator[Construction | None]:
-    """The construction that this code is a part of; in a block, one for what is built by itself, with its parts."""
+    """The construction that this code is a part of; in a block, one for what is built here, with its parts."""
     construction = current_construction()
     if construction is None and (entries := entered()):
         construction = Construction(ClassRules(entries), by_hand=True)
@@ -286,7 +286,7 @@ def build_replacement(
 ) -> nn.Module | None:
     """Build what is in force in place of `cls`, where modeling code has bound it to `name`; None if stock is to be.
 
-    To be called by what stands in for the constructor: its caller is who asks for the object.
+    To be called by what replaces the constructor: its caller constructs the object.
 
     Args:
         module: the bare object of `cls`, if there is one yet.

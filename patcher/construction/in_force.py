@@ -48,7 +48,7 @@ class Outcome:
 
     Attributes:
         used: what had an effect.
-        unused: what is said of the rest, by the model that was looked at last.
+        unused: the problems of the rest, in the model that was looked at last.
     """
 
     used: frozenset[Key] = frozenset()
@@ -58,7 +58,7 @@ class Outcome:
         return Outcome(self.used | other.used, {**self.unused, **other.unused})
 
     def problems_of(self, entry: InForce) -> Iterator[Callable[[], str]]:
-        """What is said of all of one patcher that had no effect anywhere."""
+        """The problems of all of one patcher that had no effect anywhere."""
         if not entry.is_registry:  # it meets every model of the process
             for (owner, kind, keys), problem in self.unused.items():
                 if owner == entry and not any((entry, kind, key) in self.used for key in keys):

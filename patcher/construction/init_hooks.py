@@ -204,7 +204,7 @@ def cover_new_model(cls: type[PreTrainedModel]) -> None:
 
 
 def _after_fork_in_child() -> None:
-    # The child has one thread: what the others had put in place is nobody's.
+    # The child has one thread: what the others had put in place has no owner.
     for cover in _Cover.active - set(_covers()):
         cover.remove_all()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from patcher.errors import PatchConstructionError
 
-#: Of gates, stand-ins and torch's hook. Held for moments only: a fork waits for it, so that the child never inherits
+#: For gates, stand-ins and torch's hook. Held for moments only: a fork waits for it, so that the child never inherits
 #: it held, or what it guards half done.
 process_lock = threading.RLock()
 
@@ -31,7 +31,8 @@ class _Holder:
 class ConstructionLock:
     """One thread at a time constructs and initialises models; the same thread may enter again.
 
-    Whoever waits for longer than `WAIT_SECONDS` is told who holds the lock: that thread may be waiting for this one.
+    Whoever waits for longer than `WAIT_SECONDS` gets an error that names its holder: that may be waiting for
+    this one.
     """
 
     def __init__(self) -> None:
@@ -66,7 +67,7 @@ class ConstructionLock:
 
     def _acquire(self, what: str) -> None:
         holder: _Holder | None = None
-        # While others take turns, nobody waits for one that doesn't get on.
+        # While others take turns, the holder changes, and nothing is stuck.
         while not self._lock.acquire(timeout=WAIT_SECONDS):
             before, holder = holder, next(iter(self._holders), None)
             since = holder.since if holder is not None else time.time()

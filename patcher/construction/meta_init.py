@@ -276,7 +276,7 @@ def _short(value: Any) -> str:
 
 
 def _where(traceback: TracebackType | None) -> str:
-    """The line of modeling code that asked for the object: the frame outside of this package."""
+    """The line of modeling code that constructs the object: the frame outside of this package."""
     frame = traceback.tb_frame if traceback is not None else None
     package = str(Path(__file__).parent.parent)
     while frame is not None and frame.f_code.co_filename.startswith(package):

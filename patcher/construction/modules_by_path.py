@@ -1,4 +1,4 @@
-"""Modules that are replaced by their path: when all modules of the outermost model stand, before it looks at them."""
+"""Modules that are replaced by their path: when the outermost model has constructed all, before it looks at them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def replace_modules(construction: Construction, model: PreTrainedModel) -> None:
             if match is None:
                 continue
             new = module
-            if type(module) is not match.replacement:  # as it is of a part that was loaded by itself
+            if type(module) is not match.replacement:  # as it is of a part that was loaded separately
                 args, kwargs = arguments_of(construction, path, module, match)
                 new = construction.build_in_place_of(module, stock_class(module), match, args, kwargs)
             for each in paths:
@@ -106,7 +106,7 @@ def arguments_of(
     """The arguments of the constructor of what is replaced by its path, or is fused.
 
     Raises:
-        PatchConstructionError: nobody can know them.
+        PatchConstructionError: they can't be known.
     """
     if id(module) in construction.arguments:
         _, args, kwargs = construction.arguments[id(module)]

@@ -32,7 +32,7 @@ class Namespaces:
         self._foreign: set[type] = set()
 
     def add_all(self, others: Iterable[type[nn.Module]]) -> None:
-        """Bind stand-ins in all modeling modules, for `others`: classes that are meant and can't have a gate."""
+        """Bind stand-ins in all modeling modules, for `others`: classes that are named and can't have a gate."""
         self._foreign = {cls for cls in others if self.rules.concerns(cls)}
         if not self._foreign and not any(entry.is_registry for entry in self.rules.entries):
             return
@@ -78,7 +78,7 @@ class Namespaces:
 
 
 class _Binding:
-    """A namespace or a table that holds a stand-in under one key, as long as somebody needs it."""
+    """A namespace or a table that holds a stand-in under one key, as long as it is needed."""
 
     made: ClassVar[dict[tuple[int, Any], _Binding]] = {}
 
@@ -109,7 +109,7 @@ class _Binding:
 
 
 # A table may be a dict of a kind of its own: one builds an object for each entry that is looked at (`ACT2FN`), others
-# import a modeling file for it. What such a class makes of being read or written isn't asked.
+# import a modeling file for it. How such a class reads and writes doesn't matter.
 
 
 def _entry(table: Any, key: Any) -> Any:

@@ -229,7 +229,7 @@ class CallGraph:
             self._otherwise(node, vars(sys.modules[full]).get(name), f"an import of {full} where it runs")
 
     def _otherwise(self, node: Node, value: Any, place: str) -> None:
-        """A value that isn't reached by a global name: one of a library is meant by its module and name alone."""
+        """A value that isn't reached by a global name: one of a library is named by its module and name alone."""
         if any(value is each for each in self.rules.named.values() if each is not None):
             node.uses.append(Use(value, "", place, self.rules.hit("", value)))
         elif is_followed_module(getattr(value, "__module__", None) or ""):

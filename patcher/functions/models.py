@@ -157,7 +157,7 @@ class _Search:
         )
 
     def _hints(self, own: Iterable[Node]) -> Iterator[tuple[str, str]]:
-        """Why replacing a function, by its name, has no effect: the later ones tell more."""
+        """Why replacing a function, by its name, has no effect: the later ones are more precise."""
         for name, table in sorted({(_name(each), table) for node in own for each, table in node.shared}):
             instead = "Register a function of your own there, and choose it by its name"
             if table == "ALL_ATTENTION_FUNCTIONS":
@@ -265,7 +265,7 @@ class _Search:
 
 
 def _class_of(module: nn.Module) -> type[nn.Module]:
-    """The class of a module, also of one whose functions were replaced when it was loaded by itself."""
+    """The class of a module, also of one whose functions were replaced when it was loaded separately."""
     return unrebound(type(module))
 
 

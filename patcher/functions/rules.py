@@ -1,4 +1,4 @@
-"""Which function is called in place of another one: the function mappings in force, asked function by function."""
+"""Which function is called in place of another one: the function mappings in force."""
 
 from __future__ import annotations
 
@@ -66,6 +66,6 @@ def _is_named(key: str) -> bool:
 
 
 def named_object(key: str) -> Any:
-    """What `module:name` names, None if there is no such thing, or nobody has imported the module."""
+    """What `module:name` names, None if there is no such thing, or its module isn't imported."""
     module, _, name = key.partition(":")
     return without_kernel(vars(sys.modules[module]).get(name)) if module in sys.modules else None

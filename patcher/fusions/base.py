@@ -77,7 +77,7 @@ class Fusion:
     #: The name under which a Patcher finds the family. A fusion that is passed as an object needs none.
     name: str = ""
 
-    #: Expressions, searched in the path of a module. Without any, every module is asked.
+    #: Expressions, searched in the path of a module. Without any, every module is looked at.
     target_modules_patterns: tuple[str, ...] = ()
 
     #: What the family looks for, for the error of a model that has none: "no module has ...".

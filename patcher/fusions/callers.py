@@ -1,4 +1,4 @@
-"""How the module around another one calls it, and what it uses of its children, as far as its source tells."""
+"""How the module around another one calls it, and what it uses of its children, as far as its source shows."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def names_fusions(config: Any) -> bool:
 
 
 def with_fusion_names(config: Any, fusions: Iterable[str | Fusion]) -> dict[str, Any]:
-    """A `fusion_config` that names these fusions of ours and no others, besides what it says of transformers'."""
+    """A `fusion_config` that names these fusions of ours and no others, beside those of transformers."""
     rest = dict(split_fusion_config(config)[1] or {})
     names = [name_in_config(fusion) for fusion in fusions if isinstance(fusion, str)]
     return {**rest, KEY: names} if names else rest

@@ -7,7 +7,7 @@ A package registers one of its own under the entry point group `patcher.fusions`
 stacked = "acme_fusions:Stacked"
 ```
 
-It is imported when its name is asked for. In a `config.json` its package stands before it: `acme-fusions/stacked`.
+It is imported when its name is used. In a `config.json` its package comes before it: `acme-fusions/stacked`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError
 from patcher.fusions.base import Fusion
 from patcher.patterns import nearest
 
-#: Families that a Patcher finds by name, and where they live: imported when they are asked for.
+#: Families that a Patcher finds by name, and where they live: imported when they are used.
 FAMILIES: dict[str, str] = {
     "gate_up": "patcher.fusions.gate_up:GateUp",
     "kv": "patcher.fusions.kv:KV",
@@ -86,7 +86,7 @@ def named_in_config(text: str) -> str:
     """
     package, _, name = text.rpartition("/")
     if not _PACKAGE.fullmatch(package) or not _PACKAGE.fullmatch(name) or name in FAMILIES:
-        _family(text)  # without a package, or nothing that is meant so
+        _family(text)  # without a package, or no such name
         return text
     if (entry := _entry(name)) is None:
         raise InvalidPatcherError(

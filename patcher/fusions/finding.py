@@ -20,7 +20,7 @@ from patcher.patterns import matches_path
 class Findings:
     """What a fusion has found: path -> module, its layouts, its recipe, and path -> why a module is left alone.
 
-    Where it has found nothing else, every module that was looked at is told.
+    Where it has found nothing, every module that was looked at is listed.
     """
 
     matches: Mapping[str, nn.Module] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """One module fused: its class, its parameters, what it carries, and how it is pickled.
 
-The class that a family makes for a module is asked for once and remembered, so that two loads get the same one. How a
+The class that a family makes for a module is made once and remembered, so that two loads get the same one. How a
 module becomes one of it, its class says: a rewritten class takes the existing object; one with a `from_module` is
 made from it; any other is built again from the arguments of its constructor.
 """
@@ -129,7 +129,7 @@ def fuse(
     """Make an existing module one of the fused class, with its values.
 
     Args:
-        layouts: what becomes of its parameters, where that is known; the family is asked otherwise.
+        layouts: what becomes of its parameters, where that is known; otherwise the family decides.
 
     Raises:
         PatchConstructionError: the class doesn't have the parameters that the layouts of the family give.

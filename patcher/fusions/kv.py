@@ -13,7 +13,7 @@ from patcher.fusions import QKV, Decision, Surroundings
 class KV(QKV):
     """One `kv_proj` in place of the projections of keys and values, where queries have another input, and a split.
 
-    That is the cross attention of a decoder, whose keys and values are made of what the encoder gives. The names tell
+    That is the cross attention of a decoder, whose keys and values are made of what the encoder gives. The names show
     the roles as for `qkv`. Where all three have one input, as in self attention, the module is left to `qkv`, whether
     or not that is requested, so the
     two never claim the same one. Once a cache holds the keys and values of the encoder's output, the joined projection

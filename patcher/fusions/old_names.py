@@ -177,14 +177,14 @@ class OldNames:
     """A module under whose old names nothing is put: no method would see it."""
 
     def _assign(self, name: str, value: Any) -> None:
-        raise PatchConflictError(f"{told(name, _holders(self, name))}, and nothing can take its place. {ADVICE}")
+        raise PatchConflictError(f"{described(name, _holders(self, name))}, and nothing can take its place. {ADVICE}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         (self._assign if _holders(self, name) else super().__setattr__)(name, value)
 
     def __delattr__(self, name: str) -> None:
         if held := _holders(self, name):
-            raise PatchConflictError(f"{told(name, held)}, and can't be deleted by itself. {ADVICE}")
+            raise PatchConflictError(f"{described(name, held)}, and can't be deleted by itself. {ADVICE}")
         super().__delattr__(name)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
@@ -200,7 +200,7 @@ def _holders(module: Any, name: str) -> tuple[str, ...]:
     return ()
 
 
-def told(name: str, fused: Sequence[str]) -> str:
+def described(name: str, fused: Sequence[str]) -> str:
     """Where the values of something are that was fused."""
     return f"{name} is fused: its values are in {', '.join(fused[:3])}{', ...' if len(fused) > 3 else ''}"
 
@@ -208,12 +208,12 @@ def told(name: str, fused: Sequence[str]) -> str:
 class Moved:
     """What a fused module has under the name of a parameter of its own, which modules around it may initialise.
 
-    It says that it is initialised. All else that is asked of it is an error.
+    It says that it is initialised. All other access is an error.
     """
 
     def __init__(self, name: str, fused: Sequence[str]) -> None:
         mark_initialized(self)
-        self._text = told(name, fused)
+        self._text = described(name, fused)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

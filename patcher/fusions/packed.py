@@ -35,7 +35,7 @@ from patcher.fusions.qkv import ROLES
 
 #: What modeling code calls the same thing.
 _SYNONYMS = {word: role for words in ROLES for word, role in zip(words, ROLES[0], strict=True)}
-#: What is said of any tensor or layer.
+#: Any tensor or layer.
 _GENERIC = frozenset("proj projection layer layers states state linear lin to weight".split())
 #: The function that the output of the packed layer comes from, and what the code that runs is called.
 _OUTPUT, _NAME = "packed_output", "<packed>"

@@ -12,7 +12,7 @@ from torch import nn
 from patcher.errors import PatchConflictError
 from patcher.fusions import Decision, Flatten, Fusion, Layout, Rows, Surroundings, more_than_a_weight_and_bias, view_of
 
-#: What a convolution goes by, and a linear layer of its patches doesn't.
+#: What a convolution depends on, and a linear layer of its patches doesn't.
 _CONVOLUTION = frozenset(
     "weight bias in_channels out_channels kernel_size stride padding dilation groups padding_mode".split()
 )
@@ -29,7 +29,7 @@ class LinearPatchEmbedding(nn.Module):
     >>> torch.allclose(linear(image), convolution(image), atol=1e-6)
     True
 
-    It stands in the place of the convolution, takes what that takes, and gives what that gives: an image of any size,
+    It takes the place of the convolution, takes what that takes, and gives what that gives: an image of any size,
     of which incomplete patches at the far edges are left out. It has the attributes of the convolution too; its
     `weight` is the matrix of `linear`, seen in the shape that the convolution's has.
 

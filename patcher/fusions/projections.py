@@ -182,7 +182,7 @@ def _unlike(group: tuple[str, ...], children: list[nn.Module | None]) -> str:
 
 
 def _shared(path: str, module: nn.Module, group: tuple[str, ...], surroundings: Surroundings, joined: str) -> str:
-    """Why the module is not by itself in this model."""
+    """Why the module is not alone in this model."""
     prefix, model = inside(path), surroundings.model
     if surroundings.is_shared(module):
         return "the module is at several places of the model"

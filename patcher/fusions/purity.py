@@ -3,7 +3,7 @@
 Known are values: tensors, numbers, caches, and containers of values. Of a value, no operator writes into a tensor but
 those that assign, and no method but those whose names end in an underscore and a few more. Known are also functions of
 torch, its norms, activations and other layers by their class, and functions and modules of modeling code whose own
-source has nothing else. A name of a method tells nothing of an object that isn't known, so all else is a problem,
+source has nothing else. A name of a method proves nothing about an object that isn't known, so all else is a problem,
 which is raised with its line.
 """
 
@@ -49,7 +49,7 @@ _BUILTINS = frozenset(
     "len isinstance issubclass int float bool str abs round id hasattr range min max sum tuple list dict set zip "
     "enumerate reversed getattr any all divmod print repr super".split()
 )
-#: Layers of torch that write into nothing that they are given, unless they are told to by these settings.
+#: Layers of torch that write into nothing that they are given, unless these settings say so.
 _LAYERS: frozenset[type[nn.Module]] = frozenset(
     getattr(nn, name)
     for name in (
@@ -84,7 +84,7 @@ _HIDDEN = {
     ast.Yield: "a 'yield'",
     ast.YieldFrom: "a 'yield'",
 }
-#: What is inside of them is looked at by itself.
+#: What is inside of them is looked at separately.
 _AROUND = (ast.Import, ast.ImportFrom, ast.With, ast.Try)
 
 Position = tuple[int, int]
@@ -239,7 +239,7 @@ class Body:
         return ... if found is None or isinstance(found, property) else found
 
     def _assigned_attributes(self) -> frozenset[str]:
-        """The attributes of the module that its own methods assign when they run: what they are now tells nothing."""
+        """The attributes of the module that its own methods assign when they run: their values now prove nothing."""
         key = "assigned", type(self.module)
         if key not in self.known:
             nodes = (node for tree in trees_of(type(self.module)).values() for node in ast.walk(tree))  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ class QKV(Projections):
     """One `qkv_proj` in place of three projections of one input, and a split.
 
     `q_proj` / `k_proj` / `v_proj`, `query` / `key` / `value`, `q_lin` / `k_lin` / `v_lin`, `to_q` / `to_k` / `to_v`,
-    ...: the names tell the roles. Whether they are given one tensor is checked when they run; the source shows
+    ...: the names show the roles. Whether they are given one tensor is checked when they run; the source shows
     that nothing writes into it in between. Queries may have more rows than keys and values.
     """
 

@@ -11,7 +11,7 @@ q_proj_output, k_proj_output, v_proj_output = self.qkv_proj(hidden_states).split
 query_states = q_proj_output.view(shape)
 ```
 
-or, where the calls are asked one by one what they are given,
+or, where the inputs of the calls are compared one by one,
 
 ```text
 shared = self.shared_input()
@@ -136,7 +136,7 @@ def compile_subclass(
     """A subclass of `bases` with rewritten methods, whose source `inspect.getsource` and tracebacks show.
 
     Raises:
-        NotUnderstoodError: the methods come from different files, or the source doesn't stand by itself.
+        NotUnderstoodError: the methods come from different files, or the source isn't complete.
     """
     namespaces = {id(method.function.__globals__): method.function.__globals__ for method, _ in methods}
     if len(namespaces) != 1:
@@ -186,7 +186,7 @@ _made: list[tuple[weakref.ref[type[Any]], str, str]] = []
 
 
 def _forget_freed() -> None:
-    """Take out the modules of classes that are no more: not when they go, for others may be iterating then."""
+    """Take out the modules of classes that are gone: not when they go, for others may be iterating then."""
     for made in [each for each in _made if each[0]() is None]:
         _made.remove(made)
         sys.modules.pop(made[1], None)

@@ -40,7 +40,7 @@ class Form:
 
     Attributes:
         calls: which of the calls of its projections, in the order of the source, are rewritten.
-        is_split: whether one call and a split take the place of the calls; otherwise they are asked at run time.
+        is_split: whether one call and a split take the place of the calls; otherwise inputs are compared at run time.
         is_copied: whether each part is a copy, because it may be written into or given away.
         checked: what has to hold when the method is called, as source; the original method runs otherwise.
         digest: of the source, so that a class that is made again somewhere else is made of the same.
@@ -334,7 +334,7 @@ class _Calls:
     def _shared_roots(self) -> set[str]:
         """The variables whose value each projection is given in turn.
 
-        Which they are is asked when they run. Here it is whether they are likely to be one tensor, as the others are
+        Which they are is seen when they run. Here it is whether they are likely to be one tensor, as the others are
         computed for nothing if they aren't.
 
         Raises:

@@ -238,7 +238,7 @@ def _computes_as_linear(module: nn.Linear) -> bool:
         features = torch.randn(1, 5, 8, dtype=module.weight.dtype)
         try:
             return torch.equal(small(features), nn.functional.linear(features, small.weight, small.bias))
-        except Exception:  # it goes by the sizes of this one
+        except Exception:  # it depends on the sizes of this one
             return False
 
 

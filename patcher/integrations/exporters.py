@@ -13,7 +13,7 @@ from patcher.compat.seams import Stock, seam, seams_in
 from patcher.fusions.fused_module import fused_classes
 from patcher.loading.integration import Integration, register
 
-#: The owner of an attribute, its name, and what makes the replacement from what stands there.
+#: The owner of an attribute, its name, and what makes the replacement from the original.
 Patch = tuple[Any, str, Callable[[Any], Any]]
 
 

@@ -147,7 +147,7 @@ class _Named:
         return not self.names_experts and any(map(self._is_target, own))
 
     def _is_target(self, name: str) -> bool:
-        """Whether PEFT adapts a layer of that name, or is told to leave it out."""
+        """Whether PEFT adapts a layer of that name, or is configured to leave it out."""
         if getattr(self.config, "target_modules", None) is None and not hasattr(self.config, "target_parameters"):
             return False
         found = self.tuner._check_target_module_exists(self.config, name)
@@ -230,7 +230,7 @@ def adapted(model: nn.Module, merged: bool, around: nn.Module) -> Adapted:
     """The modules that adapters are around, for weights that stream.
 
     Raises:
-        InvalidPatcherError: an adapter is part of the weights that are meant without it, or can't be part of them.
+        InvalidPatcherError: an adapter is part of the weights that are requested without it, or can't be part of them.
     """
     if "peft" not in sys.modules:  # it may not be installed; whoever has put an adapter on has imported it
         return {}

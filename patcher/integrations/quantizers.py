@@ -47,7 +47,7 @@ def check_names(load: Selected, quantizer: Any) -> None:
     named: list[str] = []
     for made, of_parts in siblings.items():
         about_parts, about_made = set().union(*of_parts.values()), [keys_for(name) for name in made]
-        # A key may name all of them; one that names the joined layer alone is meant for this model.
+        # A key may name all of them; one that names the joined layer alone is for this model.
         if all(of_parts.values()) and all(about_made):
             continue
         if not all(keys - about_parts for keys in about_made):

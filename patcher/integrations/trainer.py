@@ -44,12 +44,12 @@ def load_shards(stock: Stock, model: Any, folder: Any, strict: bool = True, *arg
     absent = set(found.missing_keys)
     missing = min(([name for name in names if name in absent] for names in layouts), key=len)
     if strict and (missing or found.unexpected_keys):
-        said = [
+        lines = [
             f"{head} key(s): {', '.join(compress(keys))}."
             for head, keys in (("Missing", missing), ("Unexpected", found.unexpected_keys))
             if keys
         ]
-        raise RuntimeError("\n".join((f"Error(s) in loading state_dict for {type(model).__name__}", *said)))
+        raise RuntimeError("\n".join((f"Error(s) in loading state_dict for {type(model).__name__}", *lines)))
     return type(found)(missing, found.unexpected_keys)
 
 

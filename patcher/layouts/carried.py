@@ -102,7 +102,7 @@ class ModuleLayouts:
             They, in the order of transformers, and which of them are tensors of a checkpoint, to be converted.
 
         Raises:
-            PatchedWeightsError: the module has been changed so that they can't be told.
+            PatchedWeightsError: the module has been changed so that they can't be known.
         """
         self._check(path, tensors)
         result, converted = dict(tensors), set[str]()
@@ -161,7 +161,7 @@ def _separated(layout: Layout, path: str, tensors: Mapping[str, torch.Tensor]) -
     """The parts of one layout; nothing where there is nothing of it.
 
     Raises:
-        PatchedWeightsError: they can't be told.
+        PatchedWeightsError: they can't be known.
     """
     prefix = inside(path)
     found = {name: tensors[name] for name in layout.fused if name in tensors}
@@ -248,7 +248,7 @@ def separated(
         It, and which of its tensors are those of a checkpoint, which transformers would convert.
 
     Raises:
-        PatchedWeightsError: something in it can't be told.
+        PatchedWeightsError: something in it can't be known.
     """
     result, converted = dict(state_dict), set[str]()
     # What is inside of another such module comes first, the model itself last.
@@ -260,7 +260,7 @@ def separated(
         found, names = each.carried.separate(in_state_dict(each.path), own)
         made = {f"{prefix}{name}": value for name, value in found.items()}
         converted |= {f"{prefix}{name}" for name in names}
-        # In the place of the first of them: what transformers makes shards of goes by the order.
+        # In the place of the first of them: shards depend on the order.
         replaced: dict[str, torch.Tensor] = {}
         for key, value in result.items():
             if not key.startswith(prefix):

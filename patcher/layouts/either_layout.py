@@ -46,7 +46,7 @@ _MARK = "patcher"
 
 @contextmanager
 def in_original_layout() -> Iterator[None]:
-    """Names that both layouts have are meant as those of transformers in state dicts that are loaded in the block."""
+    """Names that both layouts have are those of transformers in state dicts that are loaded in the block."""
     token = _ORIGINAL.set(True)
     try:
         yield
@@ -72,7 +72,7 @@ def _ambiguous(layout: Layout) -> list[str]:
 class _JoinParts:
     """Puts the parameters of a module into a state dict, in the place of those of transformers that it has.
 
-    What doesn't fit is said as torch says it.
+    What doesn't fit is reported as torch does.
     """
 
     def __init__(self, layouts: tuple[Layout, ...], parameters: Any, modules: Any) -> None:
@@ -139,7 +139,7 @@ def _join(
     if fitting:
         try:
             made = _fused(layout, fitting, current, assign)
-        except Exception as error:  # of a layout or an operation: said with the others, as torch does
+        except Exception as error:  # of a layout or an operation: reported with the others, as torch does
             error_msgs.append(f"{prefix}{', '.join(fitting)} can't be written into {layout}: {error}")
     # A parameter that stays what it is isn't missing: the parts are, or an error says why.
     state_dict.update({f"{prefix}{name}": value for name, value in made.items() if value is not None})
@@ -164,7 +164,7 @@ def _fused(
     """The parameters of a module with the values of some or all of their parts.
 
     Raises:
-        ValueError: they can't be told.
+        ValueError: they can't be known.
     """
     for name, parameter in current.items():
         if parameter is None or is_quantized(parameter):

@@ -18,7 +18,7 @@ from patcher.compat.conversions import copy_transform, key_renamer, was_used, wi
 from patcher.layouts.selection import Added
 from patcher.patterns import inside
 
-#: Conversions of transformers that treat each key by itself.
+#: Conversions of transformers that treat each key alone.
 _WITHOUT_STATE = (WeightRenaming, WeightConverter)
 
 
@@ -62,7 +62,7 @@ class Names:
         self._model, self._tensors = model, dict(tensors)
         self._prefix = inside(model.base_model_prefix)
         self._ours = [_Ours(each, self._prefix) for each in added]
-        # A match is noted on a conversion, and some go by what they have matched before.
+        # A match is noted on a conversion, and some depend on what they have matched before.
         self._given = mapping
         self._mapping = [each if type(each) in _WITHOUT_STATE else copy_transform(each) for each in mapping]
         self._stock_renamings = _renamings(self._mapping)

@@ -24,7 +24,7 @@ class Added:
     Attributes:
         modules: the paths of the modules below which its names are matched, of one that a class brings; None for whole
             names.
-        is_anchored: whether it names the modules that it is for by itself: that of a fusion.
+        is_anchored: whether it names the modules that it is for itself: that of a fusion.
     """
 
     transform: WeightTransform

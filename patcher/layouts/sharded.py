@@ -18,7 +18,7 @@ from patcher.errors import PatchConflictError
 
 
 class ReadOnly:
-    """A tensor that was put together: writing to it would write to nobody's parameter."""
+    """A tensor that was put together: writing to it wouldn't write to a parameter."""
 
     __slots__ = ()
     #: what it is, for the message

@@ -1,4 +1,4 @@
-"""Lazy sources: what stands in a checkpoint for a weight that is made of several tensors of it.
+"""Lazy sources: what a checkpoint holds in place of a weight that is made of several tensors of it.
 
 transformers reads a checkpoint tensor by tensor, through objects that know a shape and give rows on demand. These are
 such objects, so what is joined is read as one weight: cast, quantized, sharded and put on its device by transformers
@@ -163,18 +163,18 @@ def dtype_of(source: Any) -> str:
 
 
 def in_blocks(layout: Rows, source: Any) -> Any:
-    """What stands for joined rows that lie part by part, where they are to lie in blocks."""
+    """The source of joined rows that lie part by part, where they are to lie in blocks."""
     return JoinedRows(_one_by_one(source, layout.sizes), layout.blocks)
 
 
 def _one_by_one(source: Any, sizes: Sequence[int]) -> list[Any]:
-    """What stands for parts whose rows lie one behind the other."""
+    """The source of parts whose rows lie one behind the other."""
     starts = itertools.accumulate(sizes, initial=0)
     return [RowsOf(source, start, rows) for start, rows in zip(starts, sizes, strict=False)]
 
 
 def fused_sources(layout: Layout, sources: Sequence[Any]) -> list[Any]:
-    """What stands for the fused parameters of a layout, from what stands for those of transformers."""
+    """The sources of the fused parameters of a layout, from those of transformers' parameters."""
     if type(layout) is Rows:
         return [sources[0] if len(sources) == 1 else JoinedRows(sources, layout.blocks)]
     if type(layout) is Cut and layout.blocks == 1 and not layout.transposed:

@@ -57,7 +57,7 @@ def is_concatenation(transform: Any) -> bool:
 
 
 def has_known_operations(transform: WeightTransform) -> bool:
-    """Whether all its operations are of transformers or this package: they go by names and shapes, not by values."""
+    """Whether all its operations are of transformers or this package: these depend on no values."""
     return all(
         type(operation).__module__.startswith(("transformers.", "patcher."))
         for operation in getattr(transform, "operations", ())

@@ -41,10 +41,10 @@ Places = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """What is wrong with a load: raised at once where that is strict, otherwise said in one warning at its end.
+    """What is wrong with a load: raised at once where that is strict, otherwise one warning at its end.
 
     Attributes:
-        warnings: what is said at the end.
+        warnings: the warnings at the end.
         errors: what a load would have raised, if it is one that goes on to find everything.
         goes_on: whether it is.
     """
@@ -81,7 +81,7 @@ class Diagnostics:
         return result
 
     def warn(self) -> None:
-        """Say it, at the line of whoever asked for the load."""
+        """Warn, at the line of the call of the load."""
         if self.warnings:
             warn("\n".join(dict.fromkeys(self.warnings)))
 

@@ -50,7 +50,7 @@ def judge(
         if selected.dry_run is None:
             tell_blocks(outcome)
         for entry in selected.own:
-            # What the model doesn't have was said when it was built, where that is an error.
+            # What the model doesn't have was reported when it was built, where that is an error.
             found = outcome if entry.patcher.strict else selected.outcome | outcome
             diagnostics = diagnostics.adding_unused([entry], found, selected.model_class.__name__)
         new = [text for entry in selected.in_force for text in entry.patcher.new_weights]
@@ -213,7 +213,7 @@ class _Weights:
         return "\n".join(lines)
 
     def _listed(self, keys: set[str]) -> list[str]:
-        """The names with what is said of their shapes; layers of which the same is said are folded."""
+        """The names with the problems of their shapes; layers with the same ones are folded."""
         by_text: dict[str, list[str]] = {}
         for key in ordered(keys):
             by_text.setdefault(f": {self.mismatched[key]}" if key in self.mismatched else "", []).append(key)

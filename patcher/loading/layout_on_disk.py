@@ -33,7 +33,7 @@ def fusions_of_layout(path: Any, options: Mapping[str, Any], variant: str | None
         variant: what the load asks for.
 
     Raises:
-        PatchedWeightsError: nobody knows what the weights are: no config names their fusions, or there are others
+        PatchedWeightsError: it can't be known what the weights are: no config names their fusions, or there are others
             beside them.
     """
     if path is None or variant not in (None, VARIANT):
@@ -45,7 +45,7 @@ def fusions_of_layout(path: Any, options: Mapping[str, Any], variant: str | None
         return _named(names_in_file(file.parent, {}), file, file.parent)
     names = names_in_file(path, options)
     if not is_folder and not names and variant is None:
-        return []  # most loads from the hub, which is not asked for anything else
+        return []  # most loads from the hub, which is queried for nothing else
     ours, default = _found(path, options, VARIANT), _found(path, options, None)
     if not ours or (not names and default and variant is None):
         return []  # of a later save, by a process without this package

@@ -4,7 +4,7 @@
 
 Each result has all that those before it have. Where a load is, its exact class says.
 
-`request` is made when `from_pretrained` is called, `construct` ends when the modules stand on the meta device,
+`request` is made when `from_pretrained` is called, `construct` ends when the modules are on the meta device,
 `select` has the conversions, `read` checks names and shapes and then has the weights read, transformers finalizes the
 rest of the model, `finish` puts down what was done. A dry run stops before the weights are read; a model built by hand
 goes from its construction to its record.
@@ -49,7 +49,7 @@ class DryRun:
     """A load that stops before it reads.
 
     Attributes:
-        unknown: the keys of the checkpoint whose shapes nobody knows.
+        unknown: the keys of the checkpoint whose shapes aren't known.
         has_checkpoint: whether there is one; without it conversions and weights are not judged.
         files: of the checkpoint, as far as they are here.
         runtime_layout: whether it has the parameters of the model as they are.
@@ -149,7 +149,7 @@ def brings_conversions(entry: InForce) -> bool:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Constructed(Request):
-    """The modules stand, on meta; no weight has been read."""
+    """The modules are constructed, on meta; no weight has been read."""
 
     rules: ClassRules
     model: PreTrainedModel
@@ -182,7 +182,7 @@ def construct(load: Request, done: Callable[[Constructed], object]) -> Iterator[
     if construction.resolution is None and any(entry.patcher.fusions for entry in load.in_force):
         raise not_called("patch_output_recorders")
     outcome, record, outermost, models = seen(construction, model)
-    strict = [entry for entry in load.own if entry.patcher.strict]  # of the others all is said at the end, at once
+    strict = [entry for entry in load.own if entry.patcher.strict]  # the others give one warning at the end
     diagnostics = Diagnostics(goes_on=load.dry_run is not None)
     diagnostics = diagnostics.adding_unused(strict, outcome, load.model_class.__name__)
     done(
@@ -213,7 +213,7 @@ def check_stands(construction: Construction, model_class: type[PreTrainedModel])
             f"What is built as {model_class.__name__} doesn't call PreTrainedModel.__init__, so no load can "
             "follow it: derive it from PreTrainedModel, and call super().__init__(config)."
         )
-    if not construction.stands:
+    if not construction.is_constructed:
         raise PatchConstructionError(
             f"{type(model).__name__}.__init__ doesn't call self.post_init(), where a model is patched and its weights "
             "are tied: let it end with that call."
@@ -235,7 +235,7 @@ def never_constructed(load: Request) -> PatcherError:
 def seen(
     construction: Construction, model: PreTrainedModel
 ) -> tuple[Outcome, PatchRecord, Placed, list[tuple[str, PreTrainedModel]]]:
-    """What was found and done, the outermost replacements, and the models; blocks around it are told."""
+    """What was found and done, the outermost replacements, and the models; blocks around it are notified."""
     resolution: Resolution = construction.resolution or NO_CHANGE
     chosen = {id(built.module): not built.entry.is_registry for built in construction.built}
     modules = list(named_modules(model))  # once: walks are a good part of what a load of ours takes longer

@@ -5,7 +5,7 @@
 
 Transformers ignores what it finds in a checkpoint and the model doesn't have, with a line in a table: a model whose
 trained adapter is read by somebody without the patcher would compute as if it had none. A file without metadata (a
-`.bin`, or what another tool has written) names nothing: there that table is all that is said.
+`.bin`, or what another tool has written) names nothing: there that table is the only sign.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ def _read(paths: Iterable[str]) -> dict[str, str]:
         with safe_open(path, framework="np") as file:  # as "pt", but it maps a file larger than the memory too
             text = (file.metadata() or {}).get(METADATA)
         try:
-            told = json.loads(text) if text else {"of": "", "names": []}
-            found |= dict.fromkeys(map(str, told["names"]), str(told["of"]))
+            read = json.loads(text) if text else {"of": "", "names": []}
+            found |= dict.fromkeys(map(str, read["names"]), str(read["of"]))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise PatchedWeightsError(
                 f"{path} has metadata {METADATA!r} that can't be read ({type(error).__name__}). Save the model again "

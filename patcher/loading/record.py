@@ -29,7 +29,7 @@ class PatchedModule:
     """One module that is another than in transformers.
 
     Attributes:
-        chosen: whether a `Patcher` says so rather than the process-wide registry, which nobody has written for this
+        chosen: whether a `Patcher` says so rather than the process-wide registry, which wasn't written for this
             very model.
         fusion: the fusion that has made it, None for what a mapping has replaced.
         layouts: which parameters of a fused module have become which.

@@ -73,7 +73,7 @@ class Routing:
     """The routes of a load, and what doesn't fit.
 
     Attributes:
-        rest: what transformers reads by itself: key -> tensor, or what is read as one.
+        rest: what transformers reads itself: key -> tensor, or what is read as one.
         sources: parameter -> what it is read from instead.
         missing: the parameters that get nothing.
         unexpected: the names that the model doesn't have.
@@ -83,7 +83,7 @@ class Routing:
         parts_of: fused parameter -> its parts, of those of which the checkpoint has none.
         made_of: parameter -> what conversions of patchers make it of, of those that are missing or of another shape.
         used: the conversions of transformers that have had a part.
-        follow: tells where a key goes.
+        follow: gives the place of a key.
         is_runtime_layout: whether the checkpoint has fused parameters as they are.
         problem: why it can't be read.
     """
@@ -253,7 +253,7 @@ class _Router:
         return self.routing
 
     def take(self, keys: Iterable[str]) -> None:
-        """Route these keys, each by itself or with those that are converted together."""
+        """Route these keys, each alone or with those that are converted together."""
         for group, members in self._groups(self._placed(list(keys))):
             self._convert(group, members)
         self.routing.used = self.names.used
@@ -353,7 +353,7 @@ class _Router:
                 self.routing.failures.setdefault(by[-1].transform, ([], reason))[0].append(group.first)
                 self.routing.routes.append(Route(group.keys, (), None, by))
             return
-        is_wanted = not self.wanted.isdisjoint(layout.fused)  # patterns don't tell all names
+        is_wanted = not self.wanted.isdisjoint(layout.fused)  # patterns don't show all names
         shapes = dict(zip(layout.fused, layout.fused_shapes(), strict=True))
         if is_wanted and any(shapes[name] != self.tensors[name].shape for name in self.wanted & shapes.keys()):
             self.unfit.stock_lacks += self._lacking(group) if not is_ours else []
@@ -436,13 +436,13 @@ class _Router:
         return {key: tensor.to(dtype) for key, tensor in tensors.items()}
 
     def _lacking(self, group: Group) -> list[str]:
-        """The keys that the checkpoint should have besides, as far as the reverse of a converter tells."""
+        """The keys that the checkpoint should have besides, as far as the reverse of a converter shows."""
         #: the name that the converter meets -> the key
         renamed = {self.names.renamed(key): key for key in group.keys}
         try:
             whole = {name: self.tensors[name] for name in made_by_name(group.transform, group.first)}
             expected = stock_revert(self.view, whole, [copy_transform(group.transform)])
-        except Exception:  # it may have none, and then there is nothing to tell
+        except Exception:  # it may have none, and then nothing is known
             return []
         # In the names that the converter meets; the checkpoint's own may begin otherwise.
         named, key = next(iter(renamed.items()))

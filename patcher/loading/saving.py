@@ -193,7 +193,7 @@ def plan_saving(
     """How a model will be saved, found out and tried before a file is written.
 
     Raises:
-        PatchedWeightsError: a conversion can't be reversed; or the runtime layout was asked for, and no fusion name
+        PatchedWeightsError: a conversion can't be reversed; or the runtime layout was requested, and no fusion name
             describes it.
     """
     record = record_of(model)
@@ -293,7 +293,7 @@ class OffloadedCheckpoint(dict[str, Any]):
         for part, names in plan.parts(state_dict):
             made = part.shown({name: state_dict[name] for name in names})
             self._parts |= dict.fromkeys(made, (part, names, {}))
-            # Each by itself: shards are cut by the size of what a tensor is a view of.
+            # Each alone: shards are cut by the size of what a tensor is a view of.
             shown |= {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in made.items()}
         super().__init__(plan.in_order(shown) if plan.order else shown)
 

@@ -305,5 +305,5 @@ def _parameters(model: nn.Module) -> set[str]:
 
 
 def _stacks(transform: WeightTransform, name: str) -> bool:
-    """Whether a conversion takes a parameter of that name; it notes that it was used, so a copy is asked."""
+    """Whether a conversion takes a parameter of that name; it notes that it was used, so a copy is used."""
     return isinstance(transform, WeightConverter) and copy_transform(transform).rename_source_key(name)[1] is not None

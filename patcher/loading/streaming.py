@@ -3,7 +3,7 @@
     a trainer's model, fused                             an engine's, stock
     qkv_proj.weight  -->  q_proj, k_proj, v_proj  -->  q_proj.weight, k_proj.weight, v_proj.weight
 
-Both ways go by what a save makes of the state dict, layer by layer, so names and values are those of its files. What
+Both ways follow what a save makes of the state dict, layer by layer, so names and values are those of its files. What
 is a view of one of the model's tensors is read and written there; what a conversion computes is made when its layer's
 turn comes, and converted back when all of the layer has come.
 """
@@ -80,7 +80,7 @@ def checkpoint_weights(
     Raises:
         PatchedWeightsError: something in it can't be restored, or a quantizer can't save it. Layers are looked at when
             their turn comes; `checkpoint_metadata` looks at all of them.
-        InvalidPatcherError: what becomes of adapters isn't said, or can't be done.
+        InvalidPatcherError: it isn't given what becomes of adapters, or can't be done.
     """
     return _Checkpoint(model, adapters).values(only_on)
 
@@ -95,7 +95,7 @@ def checkpoint_metadata(model: nn.Module, *, adapters: Adapters | None = None) -
     >>> found.shape, found.dtype
     (torch.Size([16, 8]), torch.float32)
 
-    For engines that ask before they receive. No value is read or gathered, so one process may ask by itself.
+    For engines that need them before they receive. No value is read or gathered, so one process may call it alone.
 
     Args:
         model: as in `checkpoint_weights`.
@@ -173,7 +173,7 @@ class _Checkpoint:
         self.tied = {name: saved.get(id(objects[name]), "") for name in state if name not in self.own}
         tied = {id(objects[name]) for name in self.tied}
         self.parts = replace(plan_original_format(self.model), one_by_one=True).parts(self.own)
-        for plan, names in self.parts[:1]:  # what can't be told is often seen in the first
+        for plan, names in self.parts[:1]:  # what can't be known is often seen in the first
             self.shown(plan, names)
         for name in sorted(self.merging):
             is_plain = type(one_piece(state[name])) in (torch.Tensor, nn.Parameter)
@@ -292,7 +292,7 @@ class _Part:
     Attributes:
         shown: what it is saved as, on the meta device.
         left: the names of these that have not come.
-        waiting: tensors that have come, and are no views of what the model has.
+        waiting: tensors that have come, and aren't views of what the model has.
     """
 
     def __init__(self, checkpoint: _Checkpoint, plan: SavePlan, names: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""What of a checkpoint doesn't fit the model that it is routed into, and how that is said."""
+"""What of a checkpoint doesn't fit the model that it is routed into, and the text of it."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from patcher.patterns import inside
 
 #: Why an adapter un-fuses a module, for the report.
 ADAPTED = "an adapter names its layers"
-#: Whether a fused module, at a path and with what it carries, is meant.
+#: Whether a fused module, at a path and with what it carries, is to be un-fused.
 Wanted = Callable[[str, ModuleLayouts], bool]
 #: The hooks of a module that run with it.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
@@ -135,12 +135,12 @@ def _stock_module(module: nn.Module, carried: ModuleLayouts) -> nn.Module:
     hooks = [hook for owner in owners if (hook := getattr(module.get_submodule(owner), "_hf_hook", None)) is not None]
     for layout in carried.layouts:
         own = [module.get_parameter(name) for name in layout.fused]
-        stands = all(is_initialized(module.get_submodule(name.rpartition(".")[0])) for name in layout.fused)
+        has_values = all(is_initialized(module.get_submodule(name.rpartition(".")[0])) for name in layout.fused)
         for name, part in zip(layout.stock, layout.separate([each.detach() for each in own]), strict=True):
             owner, _, last = name.rpartition(".")
             at = _layer(new, owner, part, hooks) if owner else new
-            new.__dict__.pop(name, None)  # what told where its values are
-            if owner and stands:
+            new.__dict__.pop(name, None)  # which holds its values
+            if owner and has_values:
                 mark_initialized(at)
             at._parameters[last] = nn.Parameter(by_itself(part.contiguous()), any(each.requires_grad for each in own))
     if new is module:

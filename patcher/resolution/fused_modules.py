@@ -27,7 +27,7 @@ def keep_arguments(construction: Construction) -> None:
 
 
 def resolve_fusions(construction: Construction, model: PreTrainedModel) -> None:
-    """Resolve what is fused of a model whose modules stand, unless that is known."""
+    """Resolve what is fused of a model whose modules are constructed, unless that is known."""
     entries = construction.rules.entries
     if construction.resolution is None and any(entry.patcher.fusions for entry in entries):
         with DisableTorchFunction():  # nothing is made here, and each look at a tensor would pass through modes
@@ -48,7 +48,7 @@ def rebuild_fused_modules(construction: Construction, model: PreTrainedModel) ->
         parent = model.get_submodule(parent_path)
         module: Any = parent._modules.get(name)
         if type(module) is cls:
-            continue  # of a part that was loaded by itself
+            continue  # of a part that was loaded separately
         new = fused.get(id(module))
         if new is None:
             fusion = resolution.fusion_plan.by_path[path]
@@ -60,14 +60,14 @@ def rebuild_fused_modules(construction: Construction, model: PreTrainedModel) ->
 
 
 def fuse_standing_modules(construction: Construction, model: PreTrainedModel) -> None:
-    """Fuse the modules of a model that stand: with initial values, or on the meta device in a load."""
+    """Fuse the constructed modules of a model: with initial values, or on the meta device in a load."""
     resolve_fusions(construction, model)
     resolution: Resolution = construction.resolution or NO_CHANGE
     fusions = resolution.fusion_plan.by_path
     for path, cls in resolution.fused.items():
         module = model.get_submodule(path)
         if path in resolution.fusion_plan.rebuilt or unrebound(type(module)) is cls:
-            continue  # or it is of a part that was loaded by itself
+            continue  # or it is of a part that was loaded separately
         fused = fuse(fusion_named(fusions[path]), module, cls, resolution.fusion_plan.layouts.get(path, ()))
         mark_original_class(fused, resolution.original_classes[path])
         if fused is not module:

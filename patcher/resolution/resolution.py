@@ -50,9 +50,9 @@ class FusionPlan:
     Attributes:
         by_fusion: fusion -> the paths that it fuses.
         refused: fusion -> the paths that it leaves alone, and why.
-        rebuilt: the paths whose modules are built again as the fused class; others are fused where they stand.
+        rebuilt: the paths whose modules are built again as the fused class; others are fused in place.
         layouts: path -> which parameters of the module become which.
-        transforms: the conversions of fusions that are no layouts of one module.
+        transforms: the conversions of fusions that aren't layouts of one module.
     """
 
     by_fusion: Mapping[str | Fusion, tuple[str, ...]] = field(default_factory=dict)
@@ -125,7 +125,7 @@ def _skeleton(
 ) -> tuple[PreTrainedModel, Functions]:
     """The same with what mappings put into it, and the functions that are replaced."""
     config = deepcopy(config)
-    if isinstance(config.dtype, str):  # as it stands in a file, and as saving leaves it
+    if isinstance(config.dtype, str):  # as a file has it, and as saving leaves it
         config.dtype = getattr(torch, config.dtype)
     construction = Construction(ClassRules(entries), is_skeleton=True)
     # include_buffers=True is only `torch.device("meta")`: accelerate's one way that other threads don't see
@@ -195,12 +195,12 @@ def resolve_standing(
                     f"{replaced[path].__qualname__}; take one of them away."
                 )
             claimed[path] = named
-        stand = {path: each.layouts for path, each in already.items() if each.fusion == shortest(fusion)}
-        fused |= {path: unrebound(type(modules[path])) for path in stand}
-        layouts |= stand
+        kept = {path: each.layouts for path, each in already.items() if each.fusion == shortest(fusion)}
+        fused |= {path: unrebound(type(modules[path])) for path in kept}
+        layouts |= kept
         refused.update(found.refused)
         refused_by[named] = found.refused
-        by_fusion[named] = (*stand, *found.matches)
+        by_fusion[named] = (*kept, *found.matches)
         for path, module in found.matches.items():
             fused[path] = fused_class(fusion, original_of(module), found.recipes[path])
             layouts[path] = found.layouts[path]

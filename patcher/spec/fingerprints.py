@@ -88,7 +88,7 @@ def check_pins(patcher: Patcher, model_class: type[nn.Module] | None = None) -> 
     Args:
         patcher: with pins or without.
         model_class: the class of the model that is loaded. Only its own file counts: a namesake in the file of
-            another model, which happens to be imported, is not meant. Without it, every class that is imported counts.
+            another model that happens to be imported doesn't count. Without it, every class that is imported counts.
 
     Raises:
         PresetDriftError: with the names of what changed.
@@ -130,10 +130,10 @@ def _homes_of_targets(patcher: Patcher) -> set[str]:
 def homes_of(names: Iterable[str]) -> list[tuple[str, str]]:
     """(name, module) of each file of transformers that defines one of the classes or functions; none is imported.
 
-    A name may be `module:name`: then it is meant as that module has it.
+    A name may be `module:name`: then it is that of this module.
     """
-    asked = set(names)
-    wanted = "|".join(sorted(re.escape(name.rpartition(":")[2]) for name in asked))
+    requested = set(names)
+    wanted = "|".join(sorted(re.escape(name.rpartition(":")[2]) for name in requested))
     if not wanted:
         return []
     head = re.compile(rf"^(?:class|def) ({wanted})\b", re.MULTILINE)
@@ -142,7 +142,7 @@ def homes_of(names: Iterable[str]) -> list[tuple[str, str]]:
     for path in sorted([*root.glob("models/*/modeling_*.py"), *root.glob("*.py")]):
         module = ".".join(("transformers", *path.relative_to(root).with_suffix("").parts))
         for name in head.findall(path.read_text(encoding="utf-8")):
-            found += [(each, module) for each in (name, f"{module}:{name}") if each in asked]
+            found += [(each, module) for each in (name, f"{module}:{name}") if each in requested]
     return sorted(found)
 
 

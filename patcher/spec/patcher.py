@@ -91,7 +91,7 @@ class Patcher:
         alternatives: groups of class keys of which a model needs to have only one, such as the names of one class in
             several architectures. Every key outside of them must match a class, and so must a key that is a group by
             itself: `a | b` has one for what `a` requires and `b` has among others.
-        strict: raise when a load doesn't do what is said here; otherwise warn.
+        strict: raise when a load doesn't do what the patcher says; otherwise warn.
 
     *Pins, and a name*
 

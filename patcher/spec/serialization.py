@@ -88,7 +88,7 @@ def _reference(field: str, named: Any) -> str:
 
 def _fusion_data(field: str, fusion: Fusion) -> dict[str, Any]:
     data = {"name": fusion.name, "options": {name: _plain(option) for name, option in vars(fusion).items()}}
-    with suppress(InvalidPatcherError):  # its attributes are no options, or no data
+    with suppress(InvalidPatcherError):  # its attributes aren't options, or aren't data
         if _fusion(field, data) == fusion:
             return data
     raise InvalidPatcherError(
@@ -170,7 +170,7 @@ def _imported(field: str, where: str) -> Any:
     try:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
-            # A class inside a class is looked up as it stands, so that no descriptor of anybody's runs.
+            # A class inside a class is looked up statically, so that no descriptor runs.
             found = vars(found)[part] if isinstance(found, type) else getattr(found, part)
     except (ImportError, AttributeError, KeyError) as error:
         raise InvalidPatcherError(

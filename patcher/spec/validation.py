@@ -155,7 +155,7 @@ def not_a_patcher(call: str, value: Any) -> InvalidPatcherError:
 
 
 def _meant(value: Any) -> str:
-    """The patcher that was probably meant by something else, "" if that can't be told."""
+    """The patcher that was probably meant by something else, "" if that isn't known."""
     if isinstance(value, str) and value.isidentifier() and value.isupper():
         return f"presets.{value}"
     if isinstance(value, type):
@@ -192,7 +192,7 @@ def expressions(field: str, values: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def _listed(field: str, values: Any, what: str, *single: type) -> list[Any]:
-    """Several values, or one of a type of which one may be given by itself."""
+    """Several values, or one of a type of which one may be given alone."""
     if isinstance(values, single):
         return [values]
     if not isinstance(values, Iterable) or isinstance(values, Mapping | str):

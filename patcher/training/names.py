@@ -29,7 +29,7 @@ class Names:
         own: id of a parameter -> its name, the first of several.
         first: each name -> the first of the same parameter.
         made: how those are made that are made of others, by these names.
-        unexplained: those that transformers hasn't, and stand for others of which no conversion tells.
+        unexplained: those that transformers doesn't have, and that no conversion explains.
         order: the names of transformers -> their places among its parameters.
     """
 
@@ -81,8 +81,8 @@ class Names:
 
     def made_with(self, names: Iterable[str]) -> list[Layout]:
         """The layouts that have made some of these parameters."""
-        asked = set(names)
-        return [layout for layout in self.made if not asked.isdisjoint(layout.fused)]
+        requested = set(names)
+        return [layout for layout in self.made if not requested.isdisjoint(layout.fused)]
 
 
 def _bare(model: nn.Module, name: str) -> str:

@@ -86,7 +86,7 @@ def load_original_optimizer_state_dict(model: nn.Module, optimizer: optim.Optimi
     torch.Size([192, 64])
 
     Options of the groups are taken from the state, as `torch.optim.Optimizer.load_state_dict` does; here groups are
-    told by the parameters that they hold. All is checked before anything is loaded.
+    matched by the parameters that they hold. All is checked before anything is loaded.
 
     Args:
         model: as in `original_optimizer_state_dict`, with any fusions or none.

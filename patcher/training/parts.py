@@ -81,7 +81,7 @@ def _parts(layout: Layout, prefix: str) -> dict[str, tuple[Part, ...]]:
     """Parameter -> its parts, of one layout.
 
     Raises:
-        InvalidPatcherError: they are no slices of it.
+        InvalidPatcherError: they aren't slices of it.
     """
     if len(layout.stock) == 1 < len(layout.fused):
         return {}  # pieces of one

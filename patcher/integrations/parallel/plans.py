@@ -28,7 +28,7 @@ def replaces_plan(config: Any) -> bool:
 
 
 def tensor_plan(model: PreTrainedModel, config: Any) -> dict[str, str]:
-    """Module or parameter, with `*` for numbers -> how it is shared, as a load goes by it."""
+    """Module or parameter, with `*` for numbers -> how it is shared, as a load uses it."""
     given = config.tp_plan
     if not isinstance(given, dict):
         return dict(model.tp_plan or {})

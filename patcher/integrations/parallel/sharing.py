@@ -10,7 +10,7 @@ each with its share of every part, so that a process which takes one block has i
 values. The layers of experts are shared one by one. What a class mapping has converted, no plan knows: each process
 has all of it.
 
-What can't be done is said before a weight is read.
+What can't be done raises before a weight is read.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ def follow_plan(load: Selected, quantizer: Any) -> None:
     plan = Plan(tensor_plan(load.model, config), count.tensors)
     of_experts = {**(getattr(load.model, "ep_plan", None) or {}), **(getattr(config, "ep_plan", None) or {})}
     experts = Plan(of_experts, count.experts) if count.experts > 1 else None
-    # Before 5.19 experts were dealt to processes by a plan that takes the place of that of tensor parallelism.
-    are_dealt = bool(getattr(config, "enable_expert_parallel", False)) and not hasattr(config, "ep_size")
+    # Before 5.19 experts were distributed to processes by a plan that takes the place of that of tensor parallelism.
+    are_distributed = bool(getattr(config, "enable_expert_parallel", False)) and not hasattr(config, "ep_size")
     changes = []
     for path, module, carried in fused_modules(load.model):
-        if isinstance(module, ListedExperts) and (are_dealt or (experts is not None and experts.below(path))):
+        if isinstance(module, ListedExperts) and (are_distributed or (experts is not None and experts.below(path))):
             raise cannot([path], "ep_size deals stacks of experts to processes, and these are layers", LEAVE_EXPERTS)
         changes.append((module, _share(plan, path, module, carried)))
     for path in _converted(load):
@@ -141,9 +141,9 @@ def _share(plan: Plan, path: str, module: nn.Module, carried: ModuleLayouts) -> 
             layouts.append(_shared_rows(plan, path, module, carried, layout))
         elif type(layout) is Cut:
             layouts.append(_shared_parts(plan, path, layout))
-        elif asked := [name for name in layout.stock if plan.of(f"{inside(path)}{name.rpartition('.')[0]}")]:
+        elif named := [name for name in layout.stock if plan.of(f"{inside(path)}{name.rpartition('.')[0]}")]:
             raise cannot(
-                [f"{inside(path)}{asked[0]}"],
+                [f"{inside(path)}{named[0]}"],
                 f"how {layout} is to be shared is not known",
             )
         else:
@@ -181,7 +181,7 @@ def _shared_rows(plan: Plan, path: str, module: nn.Module, carried: ModuleLayout
         )
     plan.add(f"{prefix}{fused_layer}", style)
     if style in GATHERED:
-        return layout  # gathered, the rows stand in the order in which they were cut
+        return layout  # gathered, the rows are in the order in which they were cut
     unit = fusion_named(carried.fusion).rows_together(module)
     if not unit:
         raise cannot(

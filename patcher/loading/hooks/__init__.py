@@ -1,1 +1,1 @@
-"""What stands at the places of transformers, torch and accelerate that call back: one file a subject."""
+"""The hooks in transformers, torch and accelerate: one file a subject."""

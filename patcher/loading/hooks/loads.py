@@ -69,14 +69,14 @@ def from_pretrained(
             )
         # A model of its own, not a part of this one.
         return unpatched(functools.partial(from_pretrained, stock, cls, *args, patcher=patcher, **kwargs))
-    asked = _LOAD.get()
-    dry = asked if isinstance(asked, DryRun) else None
+    requested = _LOAD.get()
+    dry = requested if isinstance(requested, DryRun) else None
     token = _LOAD.set(request(cls, patcher, path, kwargs, dry))
     try:
         try:
             result = stock(cls, *args, **kwargs)
         finally:
-            load = _LOAD.get()  # the checkpoint's own config may have asked for one
+            load = _LOAD.get()  # the checkpoint's own config may name fusions
             if dry is not None and isinstance(load, Request) and load.in_force:
                 dry.reached.append(load)
         if type(load) is Request and load.own:
@@ -89,7 +89,7 @@ def from_pretrained(
 
 
 def _requested() -> Request | None:
-    """What is asked of the load that this thread is in, None if its model is constructed already, or nothing is."""
+    """The request of the load that this thread is in, None if its model is constructed already, or nothing is."""
     load = _LOAD.get()
     return load if type(load) is Request else None
 

@@ -82,7 +82,7 @@ def post_init(stock: Stock, self: PreTrainedModel) -> None:
 
 
 @seam("transformers.modeling_utils:patch_output_recorders", "model")
-def stands(stock: Stock, model: PreTrainedModel) -> None:
+def modules_are_constructed(stock: Stock, model: PreTrainedModel) -> None:
     """Fuse a model that is loaded: it has been built, all through, and no quantizer has seen it."""
     construction = current_construction()
     if construction is not None and construction.root is model and not construction.by_hand:
@@ -110,6 +110,6 @@ def _initialise(stock: Stock, self: PreTrainedModel) -> None:
     with keeping_computed(construction.outermost_built):
         stock(self)
     if is_root:
-        construction.stands = True
+        construction.is_constructed = True
         if construction.by_hand:
             construction.at_end = functools.partial(finish_by_hand, construction, self)

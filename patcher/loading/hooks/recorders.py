@@ -1,6 +1,6 @@
 """Recorded outputs (`output_attentions`, `output_hidden_states`) of replaced modules.
 
-transformers finds the modules to record by class. A replacement that is no subclass gets the same hook, put on the
+transformers finds the modules to record by class. A replacement that isn't a subclass gets the same hook, put on the
 module itself; the class and its recorders are never touched, so no other model notices. All hooks of a patched model
 can be pickled with it.
 """
@@ -41,7 +41,7 @@ def install_output_hooks(stock: Stock, model: PreTrainedModel, prefix: str | Non
     if not patched:
         stock(model, prefix)
     recorders = output_recorders(model)
-    asked: dict[str, Any] = model.__dict__.get("_can_record_outputs", {})
+    requested: dict[str, Any] = model.__dict__.get("_can_record_outputs", {})
     standing: set[tuple[str, str]] = set()
     for path, module in _modules_of(model, prefix or ""):
         if module is not model and isinstance(module, PreTrainedModel):
@@ -53,25 +53,25 @@ def install_output_hooks(stock: Stock, model: PreTrainedModel, prefix: str | Non
                 continue  # a part of a replacement, which is recorded in place of the original
             target: type[nn.Module] | None = recorder.target_class  # None where the path decides
             name, layer = recorder.class_name, recorder.layer_name
-            if _stands_for(module, target):
+            if _replaces(module, target):
                 standing.add((key, path))
             # As transformers finds it: by its class, or by the end of its path.
             if (target is not None and isinstance(module, target)) or (name is not None and path.endswith(name)):
                 wanted = patched
             else:
-                wanted = _stands_for(module, target) or _asked_for(module, asked.get(key))
+                wanted = _replaces(module, target) or _is_requested(module, requested.get(key))
             if wanted and (layer is None or f".{layer.strip('.')}." in f"{path}."):
                 module.register_forward_hook(RecordOutput(key, recorder.index, recorder.capture_initial_hidden_state))
     if patched:
         mark_recorded(model)
 
 
-def _stands_for(module: nn.Module, target: type[nn.Module] | None) -> bool:
+def _replaces(module: nn.Module, target: type[nn.Module] | None) -> bool:
     original = original_class(module)
     return original is not None and target is not None and issubclass(original, target)
 
 
-def _asked_for(module: nn.Module, specs: Any) -> bool:
+def _is_requested(module: nn.Module, specs: Any) -> bool:
     """Whether the recorders on the instance, as `patch_output_recorders` sets them, name the module's class."""
     targets = (getattr(spec, "target_class", spec) for spec in (specs if isinstance(specs, list) else [specs]))
     return any(isinstance(target, type) and isinstance(module, target) for target in targets)

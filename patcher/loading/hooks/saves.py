@@ -1,6 +1,6 @@
 """The seam where transformers saves a model: what is written is the checkpoint as the stock model would save it.
 
-transformers is asked to write what it is given as it is, and is given the finished checkpoint at the last place before
+transformers writes what it is given as it is, and is given the finished checkpoint at the last place before
 it cuts shards: so gathering, ties and quantizers are its own, and so are the files.
 """
 
