@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -364,3 +365,16 @@ def test_rows_of_padding_are_zero_where_stock_zeroes_them(
         weight = model.get_input_embeddings().weight
         assert weight[1].count_nonzero() == 0
         assert weight[0].count_nonzero() > 0
+
+
+def test_all_modules_that_imports_bind_to_one_name_are_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imported: Any
+) -> None:
+    (tmp_path / "of_two_modules.py").write_text(
+        "import xml.dom\nimport xml.sax\n\n\ndef rotate_half(x):\n    assert xml.dom, xml.sax\n    return x\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    replaced: Any = importlib.import_module("of_two_modules")
+    patcher = Patcher(function_mapping={"rotate_half": replaced.rotate_half})
+    module = imported(PatchConfig.from_patcher(patcher, transformers.LlamaForCausalLM))
+    assert {"import xml.dom", "import xml.sax"} <= {*Path(module.__file__).read_text().splitlines()}

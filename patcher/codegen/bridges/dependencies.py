@@ -16,7 +16,7 @@ from patcher.codegen.generation.surroundings import absolute_name
 from patcher.compat.modeling_code import unrebound
 from patcher.source.indentation import dedented
 from patcher.source.reading import Source, caller, file_tree, read_source, unwrap
-from patcher.source.scopes import free_names, imported_names
+from patcher.source.scopes import free_names, imported_names, top_level
 
 if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig
@@ -98,13 +98,18 @@ class Dependencies:
                 f"Give the one in {source.file or 'the replacement'} a name of its own."
             )
         self._known[name] = value
-        found = imported_names(file_tree(source.file)).get(name)
+        tree = file_tree(source.file)
+        found = imported_names(tree).get(name)
         if found is not None and found.attribute:
             imported, package = "." * found.level + found.module, str(namespace.get("__package__") or "")
             module = absolute_name(imported, package, package, self.config.where)
             self.config.add_import(module, names=[f"{found.attribute} as {name}"])
         elif found is not None:
-            self.config.add_import(found.module, alias=found.alias, is_from_import=False)
+            statements = [node for node in top_level(tree.body) if isinstance(node, ast.Import) and not found.alias]
+            plain = [alias.name for node in statements for alias in node.names if not alias.asname]
+            # `import a.b` and `import a.c` bind one name.
+            for module in {found.module, *(each for each in plain if each.split(".")[0] == name)}:
+                self.config.add_import(module, alias=found.alias, is_from_import=False)
         elif isinstance(value, types.ModuleType):
             self.config.add_import(value.__name__, alias=name, is_from_import=False)
         else:
