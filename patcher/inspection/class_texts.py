@@ -11,15 +11,17 @@ import difflib
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any
 
 from torch import nn
 
+from patcher.codegen.bridges.fused_layers import init_of
 from patcher.errors import CodegenError
 from patcher.source.edits import Place, Text
-from patcher.source.indentation import moved
+from patcher.source.indentation import indented, moved
 from patcher.source.reading import Location, read_source, start_line, unwrap
 
 # How an object is pickled isn't a part of what it computes.
@@ -92,6 +94,11 @@ def composed(original: type[nn.Module], replacement: type[nn.Module]) -> tuple[s
         patched = replace(_body_of(layers.pop(), "__init__", "forward"), head=_body_of(replacement).head)
     for cls in reversed(layers):
         body = _body_of(cls)
+        if hasattr(cls, "_joined"):
+            with suppress(CodegenError):  # it's built otherwise than line by line
+                body.members.append(
+                    _Member("__init__", indented(init_of(original, cls)).rstrip().split("\n"), 0, True)
+                )
         for name in dict.fromkeys(member.name for member in body.members if member.is_function):
             if inherits and not patched.named(name):
                 # Overridden, and itself inherited: what it was is shown too.

@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM, LlamaModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from patcher import Diff, InvalidPatcherError, Patcher, diff
+from patcher.codegen import PatchConfig, generate
 from tests.support import shared
 from tests.support.replacements import JOINED, OWN, OtherMLP, OwnMLP, OwnNorm
 from tests.support.tiny import (
@@ -476,6 +477,15 @@ def test_a_fused_class_is_shown_without_what_all_fused_classes_have(fusion: str)
     assert "Rewritten by" not in text
     assert "text-indent:-12ch" in diff(tiny_llama_config(), Patcher(fusions=[fusion]))._repr_html_()  # of a method
     assert not re.findall(r"^\+.*(?:_made_by|__setattr__|_joined|fuse_in_place|def are_values)", text, re.MULTILINE)
+
+
+def test_a_fused_class_is_built_as_in_a_generated_file() -> None:
+    patcher = Patcher(fusions=["qkv", "gate_up"])
+    written = generate(PatchConfig.from_patcher(patcher, LlamaForCausalLM)).splitlines()
+    for entry in diff(tiny_llama_config(), patcher).classes:
+        added = [line[1:] for line in changed(entry.text) if line[0] == "+"]
+        assert any(re.match(r" +self\.\w+ = nn\.Linear\(.*, sum\(self\.\w+_sizes\)", line) for line in added)
+        assert set(added) <= {*written}
 
 
 @pytest.mark.parametrize(

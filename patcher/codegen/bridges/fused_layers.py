@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -489,6 +491,20 @@ class FusedLayers:
             assert found is not None
             code = wrapped(self.text.code(found[1], edits), self.text.text.text)
             self.described.override_method(f"{owner.__name__}.{method}", code)
+
+
+def init_of(original: type[nn.Module], cls: Any) -> str:
+    """The `__init__` of a class of joined projections as files write it, in the place of the original's.
+
+    Raises:
+        CodegenError: that one doesn't build the projections line by line.
+    """
+    from patcher.codegen.config import PatchConfig
+
+    described = PatchConfig(original.__module__, "of_one_class.py")
+    layers = FusedLayers(described, ModuleText(sys.modules[original.__module__]), {}, {}, lambda _: None)
+    text = layers._init(original, lambda node: layers._join_lines(original, node, cls._joined))
+    return re.sub(r"super\(\w+, self\)", "super()", text)
 
 
 def _run_expert(module: Any, has_gate_of_its_own: bool) -> str:
