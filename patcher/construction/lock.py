@@ -82,7 +82,9 @@ class ConstructionLock:
 
     def after_fork_in_child(self) -> None:
         """Let go of what a thread holds that the child doesn't have: it has the one that forked only."""
-        if not self._lock._is_owned():  # type: ignore[attr-defined]
+        if self._lock.acquire(blocking=False):
+            self._lock.release()
+        else:
             self._lock._at_fork_reinit()  # type: ignore[attr-defined]
             self._holders.clear()
 

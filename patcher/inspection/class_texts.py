@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import nn
 
-from patcher.codegen.bridges.fused_layers import init_of
+from patcher.codegen.bridges.fused_layers import FusedLayers, ModuleText
+from patcher.codegen.config import PatchConfig
 from patcher.errors import CodegenError
 from patcher.source.edits import Place, Text
 from patcher.source.indentation import indented, moved
@@ -95,10 +96,7 @@ def composed(original: type[nn.Module], replacement: type[nn.Module]) -> tuple[s
     for cls in reversed(layers):
         body = _body_of(cls)
         if hasattr(cls, "_joined"):
-            with suppress(CodegenError):  # it's built otherwise than line by line
-                body.members.append(
-                    _Member("__init__", indented(init_of(original, cls)).rstrip().split("\n"), 0, True)
-                )
+            body.members += _joined_init(original, cls)
         for name in dict.fromkeys(member.name for member in body.members if member.is_function):
             if inherits and not patched.named(name):
                 # Overridden, and itself inherited: what it was is shown too.
@@ -108,6 +106,15 @@ def composed(original: type[nn.Module], replacement: type[nn.Module]) -> tuple[s
                 patched.members += inherited
         _overlay(patched, body)
     return str(before), str(patched)
+
+
+def _joined_init(original: type[nn.Module], cls: Any) -> Iterator[_Member]:
+    """How a class of joined projections would be constructed in a file; nothing where that can't be written."""
+    described = PatchConfig(original.__module__, "of_one_class.py")
+    with suppress(CodegenError):
+        layers = FusedLayers(described, ModuleText(sys.modules[original.__module__]), {}, {}, lambda _: None)
+        text = re.sub(r"super\(\w+, self\)", "super()", layers.joined_init(original, cls._joined))
+        yield _Member("__init__", indented(text).rstrip().split("\n"), is_function=True)
 
 
 def _computing(members: list[_Member], roots: Iterable[str]) -> list[_Member]:

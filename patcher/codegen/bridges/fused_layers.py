@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -282,7 +280,7 @@ class FusedLayers:
 
     def _joined_class(self, original: type[nn.Module], cls: Any, new: str) -> str:
         joined: Joined = cls._joined
-        members = [self._init(original, lambda node: self._join_lines(original, node, joined))]
+        members = [self.joined_init(original, joined)]
         rewritten = [wrapped(code, self.text.text.text) for code in cls._rewritten.values()]
         compares_inputs = any("self.shared_input()" in code for code in rewritten)
         if compares_inputs or any("super()." in code for code in rewritten) or self._is_used(original, cls):
@@ -311,6 +309,14 @@ class FusedLayers:
         names = {each: ast.unparse(each.func if isinstance(each, ast.Call) else each) for each in listed}
         kept = [each for each, name in names.items() if "forward" not in replaced_methods(name, tree, package)]
         return "".join(f"@{text.code(each)}\n" for each in kept if "kernel_forward" not in names[each])
+
+    def joined_init(self, original: type, joined: Joined) -> str:
+        """The `__init__` of a class of joined projections, in the place of the original's.
+
+        Raises:
+            CodegenError: that one doesn't build the projections line by line.
+        """
+        return self._init(original, lambda node: self._join_lines(original, node, joined))
 
     def _init(self, original: type, change: Callable[[ast.FunctionDef], list[Edit]]) -> str:
         """The `__init__` of a subclass that takes the place of the original's, and doesn't call it."""
@@ -491,20 +497,6 @@ class FusedLayers:
             assert found is not None
             code = wrapped(self.text.code(found[1], edits), self.text.text.text)
             self.described.override_method(f"{owner.__name__}.{method}", code)
-
-
-def init_of(original: type[nn.Module], cls: Any) -> str:
-    """The `__init__` of a class of joined projections as files write it, in the place of the original's.
-
-    Raises:
-        CodegenError: that one doesn't build the projections line by line.
-    """
-    from patcher.codegen.config import PatchConfig
-
-    described = PatchConfig(original.__module__, "of_one_class.py")
-    layers = FusedLayers(described, ModuleText(sys.modules[original.__module__]), {}, {}, lambda _: None)
-    text = layers._init(original, lambda node: layers._join_lines(original, node, cls._joined))
-    return re.sub(r"super\(\w+, self\)", "super()", text)
 
 
 def _run_expert(module: Any, has_gate_of_its_own: bool) -> str:
