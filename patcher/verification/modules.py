@@ -98,7 +98,7 @@ def precision_stage(
         for path, call in calls.items():
             for ratio, problem in _ratios(loaded, pair.ours.get_submodule(path), path, call, half):
                 if problem:
-                    text = f"run alone in {half}, {problem}: {pair.blame(path)}"
+                    text = f"alone, in {half}, {problem}: {pair.blame(path)}"
                     return Stage("precision", False, (("error / stock's", ratio),), EXACTNESS, text)
                 compared.add(path)
                 worst = max(worst, ratio)
