@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -38,8 +37,6 @@ class Surroundings:
         self._times = Counter(id(module) for module in self.modules.values())
         self._owners = Counter(id(parameter) for _, parameter in named_parameters(model))
         self._tied = {*ties(model), *ties(model).values()}
-        #: what families have found out about its classes
-        self.known: list[Any] = []
 
     def is_shared(self, module: nn.Module) -> bool:
         """Whether the module is at several places of the model."""

@@ -6,8 +6,9 @@ import __future__
 import ast
 import inspect
 import sys
+import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -57,6 +58,28 @@ def located(error: NotUnderstoodError, method: Method) -> NotUnderstoodError:
     return NotUnderstoodError(text if text.endswith(")") and ".py:" in text else f"{text} ({method.at(error.line)})")
 
 
+class Looks(threading.local):
+    """What an analysis has looked at: the answers hold as long as all of it is what it was."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Callable[[Any, str], Any], Any, str, Any]] | None = None
+
+    def at(self, look: Callable[[Any, str], Any], owner: Any, name: str) -> Any:
+        """What `look(owner, name)` finds, which is noted."""
+        found = look(owner, name)
+        if self.found is not None:
+            self.found.append((look, owner, name, found))
+        return found
+
+
+looks = Looks()
+
+
+def still_found(found: Iterable[tuple[Callable[[Any, str], Any], Any, str, Any]]) -> bool:
+    """Whether all that was looked at is there still."""
+    return all(look(owner, name) is before for look, owner, name, before in found)
+
+
 def is_importable(cls: type) -> bool:
     """Whether a class lives as long as its module, which has it under its name."""
     return getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls
@@ -65,6 +88,10 @@ def is_importable(cls: type) -> bool:
 def member(cls: type, name: str) -> Any:
     """What a class has under a name, without running anything; None if it has nothing."""
     return inspect.getattr_static(cls, name, None)
+
+
+def _code(function: FunctionType, name: str) -> CodeType:
+    return function.__code__
 
 
 #: Function -> its code, and its source or why that can't be read. Not by code: what has other defaults, annotations or
@@ -80,7 +107,7 @@ def read_function(function: FunctionType) -> Method:
         NotUnderstoodError: there is none, or what it compiles to isn't the code that runs: the file was edited after
             its import, or another tool has changed the function.
     """
-    code = function.__code__
+    code = looks.at(_code, function, "")
     known, found = _read.get(function, (None, ""))
     if known is not code:
         try:
@@ -138,7 +165,7 @@ def members_of(cls: type[nn.Module]) -> dict[str, Any]:
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         for name, value in vars(base).items():
             if name not in found:
-                found[name] = member(cls, name) if callable(value) else value
+                found[name] = looks.at(member, cls, name) if callable(value) else value
     return found
 
 
@@ -171,7 +198,7 @@ def method_to_rewrite(cls: type[nn.Module], name: str) -> Method:
     Raises:
         NotUnderstoodError: the source doesn't show all that runs.
     """
-    found = member(cls, name)
+    found = looks.at(member, cls, name)
     method = read_function(inspect.unwrap(found))
     if (found is not method.function) != bool(method.node.decorator_list):
         raise NotUnderstoodError(f"{name} is wrapped by something that its source doesn't show", 1)

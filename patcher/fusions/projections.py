@@ -16,7 +16,7 @@ from patcher.fusions.fused_module import fused_class
 from patcher.fusions.joined import Joined, JoinedProjections, part_property
 from patcher.fusions.methods import NotUnderstoodError, located, method_to_rewrite, names_in, trees_of
 from patcher.fusions.rewrite import compile_subclass, rewritten
-from patcher.fusions.sharing import Form, Known, digest_of, forms_of
+from patcher.fusions.sharing import Form, digest_of, forms_of
 from patcher.layouts.layouts import Layout, Rows
 from patcher.patterns import inside
 
@@ -125,7 +125,7 @@ class Projections(Fusion):
         if reason := _shared(path, module, group, surroundings, self._free_name(module._modules)):
             return Decision(refusal=reason)
         caller = Caller(surroundings.modules, path)
-        plan, reason = self._decide(module, caller, surroundings.known)
+        plan, reason = self._decide(module, caller)
         if reason := reason or caller.uses_as_modules(group):
             return Decision(refusal=reason)
         return Decision(tuple(self.layouts(module)), plan)
@@ -146,9 +146,7 @@ class Projections(Fusion):
         biased = tuple(name for name in group if getattr(module._modules[name], "bias", None) is not None)
         return Joined(group, self._free_name(module._modules), () if len(biased) == len(group) else biased)
 
-    def _decide(
-        self, module: nn.Module, caller: Caller | None, known: Known | None = None
-    ) -> tuple[tuple[Joined, tuple[Form, ...]] | None, str]:
+    def _decide(self, module: nn.Module, caller: Caller | None) -> tuple[tuple[Joined, tuple[Form, ...]] | None, str]:
         """How to fuse a module, or why not."""
         joined = self._joined(module)
         if joined is None:
@@ -159,7 +157,7 @@ class Projections(Fusion):
         if "forward" in vars(module):
             return None, "its forward was replaced on the object"
         try:
-            plan = joined, forms_of(module, group, caller, known)
+            plan = joined, forms_of(module, group, caller)
             fused_class(self, type(module), plan)
         except NotUnderstoodError as error:
             return None, str(error)

@@ -15,7 +15,7 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -28,6 +28,7 @@ from patcher.fusions.methods import (
     Method,
     NotUnderstoodError,
     located,
+    looks,
     member,
     read_function,
     self_of,
@@ -235,7 +236,7 @@ class Body:
         for held in (self.module._parameters, self.module._buffers, self.module._modules, vars(self.module)):
             if name in held:
                 return held[name]
-        found = member(type(self.module), name)
+        found = looks.at(member, type(self.module), name)
         return ... if found is None or isinstance(found, property) else found
 
     def _assigned_attributes(self) -> frozenset[str]:
@@ -252,10 +253,12 @@ class Body:
         """The object that a dotted name means outside of the function; `...` if that isn't known."""
         match node:
             case ast.Name(id=name) if name not in self.assigned:
-                return self.method.function.__globals__.get(name, getattr(builtins, name, ...))
+                return looks.at(_of_namespace, self.method.function.__globals__, name)
             case ast.Attribute(value=inner, attr=attr):
                 owner = self.outside(inner)
-                if isinstance(owner, (ModuleType, type, *_LOGGERS)):
+                if isinstance(owner, ModuleType | type):
+                    return looks.at(_attribute, owner, attr)
+                if isinstance(owner, _LOGGERS):
                     return getattr(owner, attr, ...)
         return ...
 
@@ -391,7 +394,7 @@ class Body:
         if cls is nn.Sequential:
             calls = [self._call_of_module(each, node) for each in module._modules.values() if each is not None]
             return all(is_value for is_value, _ in calls), next((reason for _, reason in calls if reason), "")
-        return self._followed(unwrapped(member(cls, "forward")), node, module)
+        return self._followed(unwrapped(looks.at(member, cls, "forward")), node, module)
 
     # --- what is followed --------------------------------------------------------------------------------------------
 
@@ -439,7 +442,7 @@ class Body:
 
     def problem_of_property(self, name: str) -> str:
         """Why reading an attribute of the module may write into a tensor: a property runs."""
-        getter = member(type(self.module), name)
+        getter = looks.at(member, type(self.module), name)
         if not isinstance(getter, property) or name in self.parts or name in vars(self.module):
             return ""
         return f"the property {name!r} isn't followed"
@@ -528,6 +531,14 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
     return isinstance(value, (*_CONSTANTS, torch.Tensor))
+
+
+def _of_namespace(namespace: Mapping[str, Any], name: str) -> Any:
+    return namespace.get(name, getattr(builtins, name, ...))
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    return getattr(owner, name, ...)
 
 
 def _locals_of(method: Method) -> Iterator[str]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import threading
+import weakref
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +23,12 @@ from patcher.fusions.methods import (
     Method,
     NotUnderstoodError,
     functions_of,
+    is_importable,
     located,
+    looks,
     method_to_rewrite,
     self_of,
+    still_found,
     trees_of,
 )
 from patcher.fusions.purity import Body, check, positions, problem_of, shown
@@ -89,40 +94,62 @@ def called_with(cls: type[nn.Module], names: Iterable[str]) -> list[tuple[str, .
     return found
 
 
-#: What was found out about modules of one model: what decides it, the attributes that do, and the forms, or why not.
-Known = list[tuple[Any, dict[str, Any], tuple[Form, ...], str]]
+@dataclass(frozen=True, eq=False)
+class _Answer:
+    """What was found out about modules of a class, as long as all that was looked at is what it was."""
+
+    key: Any
+    looks: tuple[Any, ...]
+    constants: tuple[tuple[str, Any], ...]
+    forms: tuple[Form, ...]
+    reason: str
+
+    def holds_for(self, module: nn.Module, key: Any) -> bool:
+        return (
+            self.key == key
+            and all(vars(module).get(name) == value for name, value in self.constants)
+            and still_found(self.looks)
+        )
 
 
-def forms_of(
-    module: nn.Module, group: tuple[str, ...], caller: Caller | None, known: Known | None = None
-) -> tuple[Form, ...]:
+_lock = threading.RLock()
+_answers: weakref.WeakKeyDictionary[type[nn.Module], list[_Answer]] = weakref.WeakKeyDictionary()
+
+
+def forms_of(module: nn.Module, group: tuple[str, ...], caller: Caller | None) -> tuple[Form, ...]:
     """How the methods of a module are rewritten that call several of its projections.
 
     Args:
         caller: the module around it, where that is known.
-        known: what was found out about other modules of the model.
 
     Raises:
         NotUnderstoodError: why they can't be, with the line.
     """
-    known = [] if known is None else known
+    cls = type(module)
     key = group, _structure(module, group), caller.classes if caller is not None else None
-    for other, constants, forms, reason in known:
-        if other == key and all(vars(module).get(name) == value for name, value in constants.items()):
-            return _or_raise(forms, reason)
-    constants, forms, reason = {}, (), ""
+    with _lock:
+        known = _answers.setdefault(cls, []) if is_importable(cls) else []
+        answer = next((each for each in known if each.holds_for(module, key)), None)
+        if answer is None:
+            answer = _answered(module, group, caller, key)
+            known[:] = [each for each in known if each.key != key or still_found(each.looks)]
+            known.append(answer)
+    if answer.reason:
+        raise NotUnderstoodError(answer.reason)
+    return answer.forms
+
+
+def _answered(module: nn.Module, group: tuple[str, ...], caller: Caller | None, key: Any) -> _Answer:
+    forms: tuple[Form, ...] = ()
+    reason, constants = "", dict[str, Any]()
+    looks.found = []
     try:
         forms = _forms_of(module, group, caller, constants)
     except NotUnderstoodError as error:
         reason = str(error)
-    known.append((key, constants, forms, reason))
-    return _or_raise(forms, reason)
-
-
-def _or_raise(forms: tuple[Form, ...], reason: str) -> tuple[Form, ...]:
-    if reason:
-        raise NotUnderstoodError(reason)
-    return forms
+    finally:
+        found, looks.found = looks.found, None
+    return _Answer(key, tuple(found), tuple(constants.items()), forms, reason)
 
 
 def _structure(module: nn.Module | None, group: Iterable[str] = ()) -> Any:
