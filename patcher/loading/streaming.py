@@ -80,7 +80,7 @@ def checkpoint_weights(
     Raises:
         PatchedWeightsError: something in it can't be restored, or a quantizer can't save it. Layers are looked at when
             their turn comes; `checkpoint_metadata` looks at all of them.
-        InvalidPatcherError: it isn't given what becomes of adapters, or can't be done.
+        InvalidPatcherError: what becomes of adapters isn't given, or can't be done.
     """
     return _Checkpoint(model, adapters).values(only_on)
 

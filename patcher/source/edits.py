@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from patcher.source.indentation import indent_of
 from patcher.source.reading import Definition, start_line
 from patcher.source.scopes import inner_blocks
 
@@ -86,7 +87,7 @@ class Text:
     def indent(self, line: int) -> str:
         """The white space at the beginning of a line."""
         text = self.lines[line - 1].rstrip("\r\n")
-        return text[: len(text) - len(text.lstrip())]
+        return indent_of(text)
 
     def is_in_line(self, node: Any) -> bool:
         """Whether the body of a compound statement is on the line of its head."""

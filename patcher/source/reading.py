@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from patcher.errors import CodegenError, calling_frame
-from patcher.source.indentation import dedented
+from patcher.source.indentation import dedented, indent_of
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -281,7 +281,7 @@ def _pick(text: str, name: str, obj: Any) -> Definition | None:
 def _cut(node: Definition, lines: list[str], file: str) -> Source:
     """The lines of a definition, with the comments right above it and those that end its body."""
     start, end = start_line(node), node.end_lineno or node.lineno
-    indent = lines[start - 1][: len(lines[start - 1]) - len(lines[start - 1].lstrip())]
+    indent = indent_of(lines[start - 1])
     while start > 1 and lines[start - 2].startswith(indent + "#"):
         start -= 1
     last = end

@@ -81,6 +81,13 @@ def imported_names(tree: ast.Module) -> dict[str, ImportedName]:
     return found
 
 
+def modules_under(tree: ast.Module, name: str) -> list[str]:
+    """The modules that a name leads to: `import a.b` and `import a.c` bind one."""
+    statements = [node for node in top_level(tree.body) if isinstance(node, ast.Import)]
+    parts = [part for node in statements for part in node.names if bound_name(part) == name]
+    return [part.name for part in parts if not part.asname]
+
+
 def top_level(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
     """The statements that run when the body does: those of `if`, `try`, `with` and loops included."""
     for node in body:

@@ -16,7 +16,7 @@ from patcher.codegen.generation.surroundings import absolute_name
 from patcher.compat.modeling_code import unrebound
 from patcher.source.indentation import dedented
 from patcher.source.reading import Source, caller, file_tree, read_source, unwrap
-from patcher.source.scopes import free_names, imported_names, top_level
+from patcher.source.scopes import free_names, imported_names, modules_under
 
 if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig
@@ -105,10 +105,7 @@ class Dependencies:
             module = absolute_name(imported, package, package, self.config.where)
             self.config.add_import(module, names=[f"{found.attribute} as {name}"])
         elif found is not None:
-            statements = [node for node in top_level(tree.body) if isinstance(node, ast.Import) and not found.alias]
-            plain = [alias.name for node in statements for alias in node.names if not alias.asname]
-            # `import a.b` and `import a.c` bind one name.
-            for module in {found.module, *(each for each in plain if each.split(".")[0] == name)}:
+            for module in [found.module] if found.alias else modules_under(tree, name):
                 self.config.add_import(module, alias=found.alias, is_from_import=False)
         elif isinstance(value, types.ModuleType):
             self.config.add_import(value.__name__, alias=name, is_from_import=False)

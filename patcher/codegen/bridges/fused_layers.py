@@ -29,7 +29,7 @@ from patcher.fusions.patch_embeddings import LinearPatchEmbedding
 from patcher.fusions.rewrite import class_text
 from patcher.source.decorators import replaced_methods
 from patcher.source.edits import Edit, Text, applied
-from patcher.source.indentation import dedented
+from patcher.source.indentation import dedented, indent_of
 from patcher.source.reading import start_line
 from patcher.source.scopes import top_level
 
@@ -96,7 +96,7 @@ def wrapped(code: str, known: str = "") -> str:
         if len(line) + 4 <= WIDTH or not line.endswith((")", "]")) or line.strip() in known:
             lines.append(line)
             continue
-        indent, depth, at = line[: len(line) - len(line.lstrip())], 0, len(line)
+        indent, depth, at = indent_of(line), 0, len(line)
         while at:
             at -= 1
             depth += {")": 1, "]": 1, "(": -1, "[": -1}.get(line[at], 0)

@@ -518,16 +518,19 @@ class LlamaPreTrainedModel(PreTrainedModel):
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         """Refuse what is for layers of the original, the weights of an adapter for one: torch would leave them out."""
+        absent = {}  # layers that this model doesn't have -> the first key of each
         for key in state_dict:
             module, layer = self, ""
             for name in key.removeprefix(prefix).split(".")[:-1]:
-                layer, module = f"{layer}.{name}", module._modules.get(name)
+                layer, module = f"{layer}.{name}".removeprefix("."), module._modules.get(name)
                 if module is None:
-                    converters = get_model_conversion_mapping(self, add_legacy=False)
-                    converters = [each for each in converters if isinstance(each, WeightConverter)]
-                    if rename_source_key(f"{layer[1:]}.weight", [], converters)[1] is not None:
-                        raise RuntimeError(f"{key} is for a layer of the original model only: load it into that.")
+                    absent.setdefault(layer, key)
                     break
+        conversions = get_model_conversion_mapping(self, add_legacy=False) if absent else []
+        converters = [each for each in conversions if isinstance(each, WeightConverter)]
+        for layer, key in absent.items():
+            if rename_source_key(f"{layer}.weight", [], converters)[1] is not None:
+                raise RuntimeError(f"{key} is for a layer of the original model only: load it into that.")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, **kwargs):
