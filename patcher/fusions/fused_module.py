@@ -20,7 +20,8 @@ from torch import nn
 from patcher.compat.models import DisableTorchFunction, is_initialized, mark_initialized, named_modules
 from patcher.errors import PatchConstructionError
 from patcher.fusions.families import is_our_own, shortest
-from patcher.fusions.methods import is_importable, member
+from patcher.fusions.looks import member
+from patcher.fusions.methods import is_importable
 from patcher.fusions.old_names import Moved, OldNames
 from patcher.layouts.carried import RECIPE, ModuleLayouts, PickledClass
 from patcher.layouts.either_layout import carry
