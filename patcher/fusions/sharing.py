@@ -144,6 +144,7 @@ def _answered(module: nn.Module, group: tuple[str, ...], caller: Caller | None, 
     looks.begin()
     try:
         forms = _forms_of(module, group, caller, constants)
+        reason = caller.uses_as_modules(group) if caller is not None else ""
     except NotUnderstoodError as error:
         reason = str(error)
     finally:
