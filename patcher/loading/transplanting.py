@@ -1,14 +1,14 @@
-"""Modules of another model in the place of those that they replace, with what these hold beyond their config.
+"""Modules that were built anew in the place of those that they replace, with what these hold beyond their config.
 
 Three modules decide on each attribute: the one that is replaced, the same as its config constructs it (the base), and
 the new one. What is as in the base is up to the new one. What was changed since goes to the new one, if that has it as
-the base does; anything else is refused, by name.
+the base does; anything else is refused, by name. Parameters and persistent buffers are those of the model, the objects
+themselves, but for what conversions make of them: so they stay tied, and frozen, and in the same memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -16,133 +16,129 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from patcher.compat.models import ORIGINAL, named_modules, named_parameters
+from patcher.compat.models import ORIGINAL, named_modules, named_parameters, state_tensors
 from patcher.errors import InvalidPatcherError
-from patcher.layouts.carried import carriers
-from patcher.layouts.either_layout import carry
+from patcher.layouts.transforms import by_itself
 from patcher.loading.record import RECORD
-from patcher.loading.stock_view import carriers_in
 from patcher.loading.unfusing import HOOKS
-from patcher.patterns import inside
+from patcher.patterns import compress, inside
 
 #: What torch, transformers and this package keep on a module, and look after themselves.
 _KEPT = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", ORIGINAL, RECORD} | {
     "_is_hf_initialized",
-    "_weight_conversions",
     "_no_split_modules",
-    "hf_device_map",
 }
 _MISSING: Any = object()
 
 
-@dataclass(frozen=True)
-class Transplant:
-    """Modules of `source` on their way into `model`.
+class Weights:
+    """The parameters and persistent buffers of new modules.
 
-    Attributes:
-        base: a model constructed as `model` was, on the same weights.
-        converted: names of parameters, and the names of what conversions make of these.
-        new: the names of parameters that are made of nothing in `model`.
+    Args:
+        model: what they are taken from.
+        made: the values of those that aren't those of the same name in the model.
+        made_of: the names of these, and of what conversions make them of, where that is known.
     """
 
-    model: PreTrainedModel
-    base: PreTrainedModel
-    source: PreTrainedModel
-    converted: Iterable[tuple[list[str], list[str]]] = ()
-    new: frozenset[str] = frozenset()
+    def __init__(
+        self, model: nn.Module, made: Mapping[str, torch.Tensor], made_of: Mapping[str, Iterable[str]]
+    ) -> None:
+        self.own, self.made, self.made_of = state_tensors(model), made, made_of
+        self._at_place = {_place(each): each for each in self.own.values()}
 
-    def run(self, paths: Iterable[str]) -> PreTrainedModel:
-        """The model with the modules at these paths in place.
+    def give(self, path: str, old: nn.Module, news: Mapping[str, nn.Module]) -> None:
+        """Give the modules at a path, and below it, theirs.
 
         Raises:
-            InvalidPatcherError: something that a module holds would be lost.
+            InvalidPatcherError: nothing makes one of them, or it isn't known whether it is trained.
         """
-        outermost = outermost_of(paths)
-        check_as_constructed(self.model, self.base, outermost)
-        trains, configs, owners = self._trains(), dict(self._configs()), _owners(self.model)
-        places: dict[nn.Module, list[str]] = {}
-        for path, module in named_modules(self.model):
-            places.setdefault(module, []).append(path)
-        result, placed = self.model, set()
-        for path in outermost:
-            old, new = result.get_submodule(path), self.source.get_submodule(path)
-            if old in placed:  # one module at several paths
-                continue
-            placed.add(new)
-            olds, news = dict(named_modules(old, path)), dict(named_modules(new, path))
-            for name, module in named_modules(self.base.get_submodule(path), path):
-                _move_attributes(name, olds[name], module, news.get(name))
-            for name, module in news.items():
-                module.training = olds.get(name, old).training
-                held = vars(module).items()
-                module.__dict__.update({key: configs[id(each)] for key, each in held if id(each) in configs})
-            self._move_settings(path, old, new, trains)
-            self._tie(path, old, news, owners)
-            if not path:
-                return new  # type: ignore[return-value]
-            for other in places[old]:
-                parent, _, name = other.rpartition(".")
-                if (at := result.get_submodule(parent)._modules).get(name) is old:
-                    at[name] = new
-        for path, module, carried in carriers(self.source):
-            if (around := result.get_submodule(path)) is not module:  # it is of several modules at once
-                carry(around, carried)
-        return result
-
-    def _move_settings(self, path: str, old: nn.Module, new: nn.Module, trains: Mapping[str, bool]) -> None:
-        """Have parameters lie where those of the old module do, and be trained if those are."""
         device = next((each.device for each in old.parameters()), None)
-        flags = {each.requires_grad for each in old.parameters()}
-        for name, parameter in named_parameters(new, path):
-            if name in trains:
-                parameter.requires_grad_(trains[name])
-            elif name not in self.new and flags:
-                if len(flags) > 1:
-                    what = f"is frozen in part, and what {name} is made of isn't known"
-                    raise _cannot(path, what, "Freeze all of it or nothing.")
-                parameter.requires_grad_(True in flags)
-            if device is not None and parameter.device != device:
-                parameter.data = parameter.data.to(device)
+        for owner, module in news.items():
+            for table in (module._parameters, module._buffers):
+                for last, here in table.items():
+                    name = inside(owner) + last
+                    if here is None or last in module._non_persistent_buffers_set:
+                        continue
+                    if name in self.made:
+                        table[last] = self._made(name, isinstance(here, nn.Parameter), path, old)
+                    elif name in self.own and self.own[name].shape == here.shape:
+                        table[last] = self.own[name]  # type: ignore[assignment]
+                    elif here.is_meta:
+                        raise InvalidPatcherError(
+                            f"Patcher.apply finds no weights for {name}: nothing in the model makes it. Load the "
+                            "model again with the patcher that it is to have."
+                        )
+                    elif device is not None:
+                        here.data = here.data.to(device)
 
-    def _tie(
-        self, path: str, old: nn.Module, news: Mapping[str, nn.Module], owners: Mapping[int, set[nn.Module]]
-    ) -> None:
-        """Have the parameters of a new module shared as those of the old one are, inside of it and outside."""
-        inner, made = set(old.modules()), {name for _, names in self.converted for name in names}
-        first: dict[int, nn.Parameter | None] = {}
-        source: dict[int, nn.Parameter] = {}
+    def _made(self, name: str, is_parameter: bool, path: str, old: nn.Module) -> Any:
+        value = self.made[name]
+        if (same := self._at_place.get(_place(value))) is not None:  # it has another name only
+            return same
+        value = by_itself(value.detach().contiguous())
+        return nn.Parameter(value, self._trains(name, path, old)) if is_parameter else value
+
+    def _trains(self, name: str, path: str, old: nn.Module) -> bool:
+        """Whether what is made of parameters is trained, as those are."""
+        parts = {each: self.own[each] for each in self.made_of.get(name, ()) if each in self.own}
+        flags = {each: part.requires_grad for each, part in (parts or dict(named_parameters(old, path))).items()}
+        if len(set(flags.values())) > 1:
+            frozen = compress([each for each, is_trained in flags.items() if not is_trained])
+            what = f"is frozen, and others of {', '.join(compress(list(flags)))} aren't"
+            raise _cannot(", ".join(frozen), what, "Freeze all of them or none.")
+        return any(flags.values())
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    """The memory that a tensor is, and how."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def transplant(
+    model: PreTrainedModel, base: PreTrainedModel, source: PreTrainedModel, weights: Weights
+) -> PreTrainedModel:
+    """The model with modules of another one where one of the two has replacements, or weights that are converted.
+
+    Args:
+        base: a model constructed as `model` was, on the meta device.
+        source: the model with the new modules, constructed in the same way with the same config.
+
+    Raises:
+        InvalidPatcherError: something that a module holds would be lost.
+    """
+    converted = [name.rpartition(".")[0] for name in weights.made_of]
+    outermost = outermost_of([*replaced_paths(model), *replaced_paths(source), *converted])
+    check_as_constructed(model, base, outermost)
+    places: dict[nn.Module, list[str]] = {}
+    owners: dict[int, set[tuple[nn.Module, str]]] = {}
+    for path, module in named_modules(model):
+        places.setdefault(module, []).append(path)
+        for name, parameter in module._parameters.items():
+            owners.setdefault(id(parameter), set()).add((module, name))
+    placed = set[nn.Module]()
+    for path in outermost:
+        old, new = model.get_submodule(path), source.get_submodule(path)
+        if old in placed:  # one module at several paths
+            continue
+        placed.add(new)
+        olds, news = dict(named_modules(old, path)), dict(named_modules(new, path))
+        for name, module in named_modules(base.get_submodule(path), path):
+            _move_attributes(name, olds[name], module, news.get(name))
+        for name, module in news.items():
+            module.training = olds.get(name, old).training
+        weights.give(path, old, news)
         for name, parameter in named_parameters(old, path):
             owner, _, last = name.rpartition(".")
             here = news[owner]._parameters.get(last) if owner in news else None
-            is_outside = not owners[id(parameter)] <= inner
-            shared = parameter if is_outside else first.setdefault(id(parameter), here)
-            if shared is not here:
-                if shared is None or here is None or shared.shape != here.shape or name in made:
-                    raise _cannot(name, "is tied to another parameter", "Take the tie off, and tie the result.")
-                news[owner]._parameters[last] = shared
-            if here is not None and source.setdefault(id(here), parameter) is not parameter:
-                raise _cannot(name, "is not tied as its config says", "Apply the patcher first.")
-
-    def _configs(self) -> Iterable[tuple[int, PretrainedConfig]]:
-        """Each config of the source, by its id, and that of the model, which its own modules look at."""
-        own = dict(named_modules(self.model))
-        for path, module in named_modules(self.source):
-            if isinstance(module, PreTrainedModel) and isinstance(at := own.get(path), PreTrainedModel):
-                yield from _matched(module.config, at.config)
-
-    def _trains(self) -> dict[str, bool]:
-        """Whether a parameter is trained, by its name in either layout."""
-        own = {name: each.requires_grad for name, each in named_parameters(self.model)}
-        found = dict(own)
-        for before, after in self.converted:
-            flags = {name: own[name] for name in before if name in own}
-            if len(set(flags.values())) > 1:
-                frozen = ", ".join(name for name, trains in flags.items() if not trains)
-                raise _cannot(
-                    frozen, f"is frozen, and others of {', '.join(flags)} aren't", "Freeze all of them or none."
-                )
-            found.update(dict.fromkeys(after, any(flags.values())) if flags else {})
-        return found
+            if len(owners[id(parameter)]) > 1 and here is not parameter:
+                raise _cannot(name, "is tied to another parameter", "Take the tie off, and tie the result.")
+        if not path:
+            return new  # type: ignore[return-value]
+        for other in places[old]:
+            parent, _, name = other.rpartition(".")
+            if (at := model.get_submodule(parent)._modules).get(name) is old:
+                at[name] = new
+    return model
 
 
 def _cannot(name: str, what: str, instead: str) -> InvalidPatcherError:
@@ -158,7 +154,7 @@ def check_as_constructed(model: nn.Module, base: nn.Module, paths: Iterable[str]
         InvalidPatcherError: it names the first of them.
     """
     first = "Apply the patcher first, and change the result."
-    for path in paths:
+    for path in outermost_of(paths):
         try:
             now, was = model.get_submodule(path), base.get_submodule(path)
         except AttributeError:
@@ -181,29 +177,32 @@ def check_as_constructed(model: nn.Module, base: nn.Module, paths: Iterable[str]
 
 def _move_attributes(path: str, old: nn.Module, base: nn.Module, new: nn.Module | None) -> None:
     """Give a module the attributes and buffers that were changed on the one that it takes the place of."""
-    for key in sorted(vars(old).keys() | vars(base).keys()):
+    for key in sorted(vars(old)):
         if key not in _KEPT and not key.endswith("_hooks") and not key.startswith("_patcher"):
             mine, theirs, here = (getattr(module, key, _MISSING) for module in (old, base, new))
+            if isinstance(mine, PretrainedConfig) and new is not None and isinstance(here, PretrainedConfig):
+                new.__dict__[key] = mine  # of which some modules make copies
             if isinstance(mine, PretrainedConfig) or _same(mine, theirs):
                 continue
             is_method = isinstance(mine, MethodType) or callable(getattr(type(new), key, None))
             if new is None or is_method or not _same(theirs, here):
                 raise _changed(path, key)
-            if mine is _MISSING:  # a load sets what a construction doesn't
-                new.__dict__.pop(key, None)
-            else:
-                new.__dict__[key] = mine
+            new.__dict__[key] = mine
     for key in old._buffers.keys() & old._non_persistent_buffers_set:
         mine, theirs = old._buffers[key], base._buffers.get(key)
-        if not _same(mine, theirs):
-            if new is None or key not in new._buffers or not _same(theirs, new._buffers[key]):
-                raise _changed(path, key)
+        if new is not None and key in new._buffers and _same(theirs, new._buffers[key]):
             new._buffers[key] = mine
+        elif not _same(mine, theirs):
+            raise _changed(path, key)
 
 
 def _changed(path: str, key: str) -> InvalidPatcherError:
     what = "was changed since the model was constructed"
     return _cannot(inside(path) + key, what, "Apply the patcher first, and change the result.")
+
+
+def replaced_paths(model: nn.Module) -> list[str]:
+    return [path for path, module in named_modules(model) if ORIGINAL in vars(module)]
 
 
 def outermost_of(paths: Iterable[str]) -> list[str]:
@@ -215,37 +214,6 @@ def outermost_of(paths: Iterable[str]) -> list[str]:
     return found
 
 
-def converted_names(model: nn.Module) -> list[tuple[list[str], list[str]]]:
-    """The names in transformers, and those in the model, of all parameters that a module carries a layout of."""
-    return [
-        ([f"{inside(path)}{name}" for name in layout.stock], [f"{inside(path)}{name}" for name in layout.fused])
-        for path, _, carried in carriers_in(model)
-        for layout in carried.all
-    ]
-
-
-def replaced_paths(model: nn.Module) -> list[str]:
-    """Where a model has modules that are replaced, or layers whose weights conversions have made."""
-    paths = [path for path, module in named_modules(model) if ORIGINAL in vars(module)]
-    return paths + [name.rpartition(".")[0] for _, own in converted_names(model) for name in own]
-
-
-def _owners(model: nn.Module) -> dict[int, set[nn.Module]]:
-    """The modules that have a parameter, by its id."""
-    found: dict[int, set[nn.Module]] = {}
-    for _, module in named_modules(model):
-        for parameter in module._parameters.values():
-            found.setdefault(id(parameter), set()).add(module)
-    return found
-
-
-def _matched(one: PretrainedConfig, other: PretrainedConfig) -> Iterable[tuple[int, PretrainedConfig]]:
-    yield id(one), other
-    for name, part in vars(one).items():
-        if isinstance(part, PretrainedConfig) and isinstance(mine := vars(other).get(name), PretrainedConfig):
-            yield from _matched(part, mine)
-
-
 def _same(one: Any, other: Any, depth: int = 0) -> bool:
     """Whether two values of an attribute, each of a module of its own, are alike."""
     compares: Any = getattr(type(one), "__eq__")  # noqa: B009
@@ -254,6 +222,8 @@ def _same(one: Any, other: Any, depth: int = 0) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
+        if one.is_meta or other.is_meta:
+            return one.is_meta is other.is_meta and one.shape == other.shape
         return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other.to(one.device))
     if isinstance(one, MethodType | FunctionType):
         return one.__code__ is other.__code__
