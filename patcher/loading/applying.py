@@ -53,7 +53,7 @@ from patcher.loading.routes import Conversions, route
 from patcher.loading.saving import saved_state_dict
 from patcher.loading.state_dicts import original_state_dict
 from patcher.loading.stock_view import carriers_in, carry_routes
-from patcher.loading.transplanting import Weights, check_as_constructed, replaced_paths, transplant
+from patcher.loading.transplanting import Weights, keep_what_is_held, transplant
 from patcher.loading.unfusing import take_hooks, unfuse
 from patcher.patterns import compress, inside
 from patcher.resolution.fused_modules import fuse_standing_modules
@@ -98,12 +98,17 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
             if (stock := unrebound(value)) is not value:
                 module.__dict__[name] = stock
     made_of = {name: layout.fused for each in carriers_in(model) for layout in each.all for name in layout.stock}
-    if replaced_paths(model) or made_of:
-        base, stock = _constructed(model, _left_in_force(record)).model, _constructed(model).model
+    if made_of or any(ORIGINAL in vars(module) for _, module in named_modules(model)):
+        left: list[InForce] = []  # functions are those of transformers by now, and so are the modules of most fusions
+        for each in record.in_force if record is not None else ():
+            fusions = [fusion for fusion in each.patcher.fusions if fusion in record.fusions]  # type: ignore[union-attr]
+            left.append(replace(each, patcher=each.patcher.replace(fusions=fusions, function_mapping={})))
+        base, stock = _constructed(model, tuple(left)).model, _constructed(model).model
         own = state_tensors(model)
         values = original_state_dict(model)
         made = {name: value for name, value in values.items() if name in made_of or name not in own}
-        model = transplant(model, base, stock, Weights(model, made, made_of))
+        keep_what_is_held(model, base, stock)
+        model = transplant(model, stock, Weights(model, made, made_of))
     if record is not None and record.dropped:  # what a save reverses
         conversions = stock_conversions_from_scratch(model)
         set_used_conversions(model, conversions, conversions)
@@ -114,15 +119,6 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
         if isinstance(module, PreTrainedModel):
             forget_no_split_names(module, replaced)
     return model
-
-
-def _left_in_force(record: PatchRecord | None) -> tuple[InForce, ...]:
-    """What is in force, but for functions, and for fusions whose modules are those of transformers again."""
-    found = []
-    for entry in record.in_force if record is not None else ():
-        fusions = [each for each in entry.patcher.fusions if record is not None and each in record.fusions]
-        found.append(replace(entry, patcher=entry.patcher.replace(fusions=fusions, function_mapping={})))
-    return tuple(found)
 
 
 def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
@@ -165,7 +161,8 @@ def _replaced(patcher: Patcher, model: PreTrainedModel) -> tuple[PreTrainedModel
     entry = InForce(patcher.replace(fusions=(), function_mapping={}, transformers="", fingerprints={}), "patcher=")
     check_supported((entry,), None, {})
     base, load = _constructed(model).model, _constructed(model, (entry,), own=(entry,))
-    _check_replaceable(load, model, base)
+    keep_what_is_held(model, base, load.model)
+    _check_not_added(load, model, base)
     set_used_conversions(model, (), None)  # a key_mapping of its load would give the weights other names
     selected, mapping = select(load, stock_conversions(load.model), None)
     conversions = Conversions(mapping, selected.conversions.added, 0, load.record.paths_of_replacements)
@@ -179,15 +176,14 @@ def _replaced(patcher: Patcher, model: PreTrainedModel) -> tuple[PreTrainedModel
     InitialValues(loaded).put_back(LoadStateDictConfig(device_map={"": model.device}, dtype=model.dtype))
     record = loaded.record
     made_of = {name: each.stock for each in record.routes for name in each.parameters}
-    model = transplant(model, base, loaded.model, Weights(model, _made(loaded, checkpoint, model), made_of))
+    model = transplant(model, loaded.model, Weights(model, _made(loaded, checkpoint, model), made_of))
     carry_routes(model, record.routes, record.paths_of_replacements)
     set_used_conversions(model, mapping, routing.used)
     return model, record
 
 
-def _check_replaceable(load: Constructed, model: PreTrainedModel, base: PreTrainedModel) -> None:
-    """Raise where what a patcher replaces isn't as the config of the model says, or isn't in there."""
-    check_as_constructed(model, base, replaced_paths(load.model))
+def _check_not_added(load: Constructed, model: PreTrainedModel, base: PreTrainedModel) -> None:
+    """Raise where what a patcher replaces isn't in what the config of the model says."""
     expected, rules = dict(named_modules(base)), load.rules
     for path, module in named_modules(model):
         cls = type(module)
@@ -237,15 +233,12 @@ def _constructed(
             stack.enter_context(context)
         stack.enter_context(construct(load, found.append))
         made = load.model_class(model.config)
+    for tensor in (*made.parameters(), *made.buffers()):
+        mark_initialized(tensor)
     for module in made.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device="cpu")
-            elif buffer is not None:
-                mark_initialized(buffer)
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                mark_initialized(parameter)
+                module._buffers[name] = torch.empty_like(buffer, device=model.device)
     with construction_lock.held_for(type(made).__name__):
         made.initialize_weights()  # type: ignore[no-untyped-call]
     return found[0]

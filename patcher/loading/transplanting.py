@@ -29,6 +29,8 @@ _KEPT = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "
     "_no_split_modules",
 }
 _MISSING: Any = object()
+#: What to do where a module isn't as its config says.
+_FIRST = "Apply the patcher first, and change the result."
 
 
 class Weights:
@@ -46,42 +48,41 @@ class Weights:
         self.own, self.made, self.made_of = state_tensors(model), made, made_of
         self._at_place = {_place(each): each for each in self.own.values()}
 
-    def give(self, path: str, old: nn.Module, news: Mapping[str, nn.Module]) -> None:
-        """Give the modules at a path, and below it, theirs.
+    def give(self, path: str, module: nn.Module, old: nn.Module) -> None:
+        """Give a module its own; the others in what takes the place of `old` are given theirs one by one.
 
         Raises:
             InvalidPatcherError: nothing makes one of them, or it isn't known whether it is trained.
         """
         device = next((each.device for each in old.parameters()), None)
-        for owner, module in news.items():
-            for table in (module._parameters, module._buffers):
-                for last, here in table.items():
-                    name = inside(owner) + last
-                    if here is None or last in module._non_persistent_buffers_set:
-                        continue
-                    if name in self.made:
-                        table[last] = self._made(name, isinstance(here, nn.Parameter), path, old)
-                    elif name in self.own and self.own[name].shape == here.shape:
-                        table[last] = self.own[name]  # type: ignore[assignment]
-                    elif here.is_meta:
-                        raise InvalidPatcherError(
-                            f"Patcher.apply finds no weights for {name}: nothing in the model makes it. Load the "
-                            "model again with the patcher that it is to have."
-                        )
-                    elif device is not None:
-                        here.data = here.data.to(device)
+        for table in (module._parameters, module._buffers):
+            for key, here in table.items():
+                name = inside(path) + key
+                if here is None or key in module._non_persistent_buffers_set:
+                    continue
+                if name in self.made:
+                    table[key] = self._made(name, isinstance(here, nn.Parameter), old)
+                elif name in self.own and self.own[name].shape == here.shape:
+                    table[key] = self.own[name]  # type: ignore[assignment]
+                elif here.is_meta:
+                    raise InvalidPatcherError(
+                        f"Patcher.apply finds no weights for {name}: nothing in the model makes it. Load the model "
+                        "again with the patcher that it is to have."
+                    )
+                elif device is not None:
+                    here.data = here.data.to(device)
 
-    def _made(self, name: str, is_parameter: bool, path: str, old: nn.Module) -> Any:
+    def _made(self, name: str, is_parameter: bool, old: nn.Module) -> Any:
         value = self.made[name]
         if (same := self._at_place.get(_place(value))) is not None:  # it has another name only
             return same
         value = by_itself(value.detach().contiguous())
-        return nn.Parameter(value, self._trains(name, path, old)) if is_parameter else value
+        return nn.Parameter(value, self._trains(name, old)) if is_parameter else value
 
-    def _trains(self, name: str, path: str, old: nn.Module) -> bool:
+    def _trains(self, name: str, old: nn.Module) -> bool:
         """Whether what is made of parameters is trained, as those are."""
         parts = {each: self.own[each] for each in self.made_of.get(name, ()) if each in self.own}
-        flags = {each: part.requires_grad for each, part in (parts or dict(named_parameters(old, path))).items()}
+        flags = {each: part.requires_grad for each, part in (parts or dict(named_parameters(old))).items()}
         if len(set(flags.values())) > 1:
             frozen = compress([each for each, is_trained in flags.items() if not is_trained])
             what = f"is frozen, and others of {', '.join(compress(list(flags)))} aren't"
@@ -94,51 +95,73 @@ def _place(tensor: torch.Tensor) -> Any:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def transplant(
-    model: PreTrainedModel, base: PreTrainedModel, source: PreTrainedModel, weights: Weights
-) -> PreTrainedModel:
-    """The model with modules of another one where one of the two has replacements, or weights that are converted.
+def keep_what_is_held(model: PreTrainedModel, base: PreTrainedModel, source: PreTrainedModel) -> None:
+    """Give modules of `source` what those of a model hold whose places they are to take.
 
     Args:
         base: a model constructed as `model` was, on the meta device.
         source: the model with the new modules, constructed in the same way with the same config.
 
     Raises:
-        InvalidPatcherError: something that a module holds would be lost.
+        InvalidPatcherError: something would be lost; it says what, and names the first place.
     """
-    converted = [name.rpartition(".")[0] for name in weights.made_of]
-    outermost = outermost_of([*replaced_paths(model), *replaced_paths(source), *converted])
-    check_as_constructed(model, base, outermost)
+    for path in _outermost(model, source):
+        try:
+            old, was = model.get_submodule(path), base.get_submodule(path)
+        except AttributeError:
+            raise _cannot(path, "was added to the model, or taken out of it", _FIRST) from None
+        olds, expected, news = (dict(named_modules(each, path)) for each in (old, was, source.get_submodule(path)))
+        for name in sorted(expected.keys() | olds.keys()):
+            _check_as_constructed(name, olds.get(name), expected.get(name))
+        for name, module in expected.items():
+            _move_attributes(name, olds[name], module, news.get(name))
+        for name, module in news.items():
+            module.training = olds.get(name, old).training
+
+
+def transplant(model: PreTrainedModel, source: PreTrainedModel, weights: Weights) -> PreTrainedModel:
+    """The model with modules of `source` in the place of its own, after `keep_what_is_held`.
+
+    Raises:
+        InvalidPatcherError: a weight, or a tie, would be lost.
+    """
     places: dict[nn.Module, list[str]] = {}
     owners: dict[int, set[tuple[nn.Module, str]]] = {}
     for path, module in named_modules(model):
         places.setdefault(module, []).append(path)
-        for name, parameter in module._parameters.items():
-            owners.setdefault(id(parameter), set()).add((module, name))
-    placed = set[nn.Module]()
+        for key, parameter in module._parameters.items():
+            owners.setdefault(id(parameter), set()).add((module, key))
+    before, result, outermost = list(named_parameters(model)), model, _outermost(model, source)
     for path in outermost:
         old, new = model.get_submodule(path), source.get_submodule(path)
-        if old in placed:  # one module at several paths
+        if old not in places:  # one module at several paths
             continue
-        placed.add(new)
-        olds, news = dict(named_modules(old, path)), dict(named_modules(new, path))
-        for name, module in named_modules(base.get_submodule(path), path):
-            _move_attributes(name, olds[name], module, news.get(name))
-        for name, module in news.items():
-            module.training = olds.get(name, old).training
-        weights.give(path, old, news)
-        for name, parameter in named_parameters(old, path):
-            owner, _, last = name.rpartition(".")
-            here = news[owner]._parameters.get(last) if owner in news else None
-            if len(owners[id(parameter)]) > 1 and here is not parameter:
-                raise _cannot(name, "is tied to another parameter", "Take the tie off, and tie the result.")
-        if not path:
-            return new  # type: ignore[return-value]
-        for other in places[old]:
-            parent, _, name = other.rpartition(".")
-            if (at := model.get_submodule(parent)._modules).get(name) is old:
-                at[name] = new
-    return model
+        for name, module in named_modules(new, path):
+            weights.give(name, module, old)
+        for place in places.pop(old):
+            parent, _, key = place.rpartition(".")
+            if not place:
+                result = new  # type: ignore[assignment]
+            elif (held := model.get_submodule(parent)._modules).get(key) is old:
+                held[key] = new
+    within = tuple(map(inside, outermost))
+    for path in {name.rpartition(".")[0] for name in weights.made_of if not name.startswith(within)}:
+        weights.give(path, model.get_submodule(path), model.get_submodule(path))
+    now = dict(named_parameters(result))
+    for name, parameter in before:
+        if len(owners[id(parameter)]) > 1 and now.get(name) is not parameter:
+            raise _cannot(name, "is tied to another parameter", "Take the tie off, and tie the result.")
+    return result
+
+
+def _outermost(*models: nn.Module) -> list[str]:
+    """The paths of the modules of one of these that are replaced, but for those below another one."""
+    paths = {path for each in models for path, module in named_modules(each) if ORIGINAL in vars(module)}
+    found: list[str] = []
+    for path in sorted(paths, key=lambda each: (each != "", each.count("."))):
+        if not path.startswith(tuple(map(inside, found))):
+            found.append(path)
+    return found
 
 
 def _cannot(name: str, what: str, instead: str) -> InvalidPatcherError:
@@ -147,32 +170,21 @@ def _cannot(name: str, what: str, instead: str) -> InvalidPatcherError:
     )
 
 
-def check_as_constructed(model: nn.Module, base: nn.Module, paths: Iterable[str]) -> None:
-    """Raise for parts, parameters and hooks that modules at these paths have not from the config of the model.
-
-    Raises:
-        InvalidPatcherError: it names the first of them.
-    """
-    first = "Apply the patcher first, and change the result."
-    for path in outermost_of(paths):
-        try:
-            now, was = model.get_submodule(path), base.get_submodule(path)
-        except AttributeError:
-            raise _cannot(path, "was added to the model, or taken out of it", first) from None
-        found, expected = dict(named_modules(now, path)), dict(named_modules(was, path))
-        for name in sorted(expected.keys() | found.keys()):
-            cls, is_now = type(expected.get(name)), type(found.get(name))
-            if any(each.__name__ == "BaseTunerLayer" for each in is_now.__mro__):
-                raise _cannot(name, "has an adapter", "Merge it or unload it, or apply the patcher first.")
-            if cls is not is_now:
-                raise _cannot(name, f"is a {is_now.__qualname__} (its config says {cls.__qualname__})", first)
-            for hooks in HOOKS[:4]:
-                if len(getattr(found[name], hooks)) > len(getattr(expected[name], hooks)):
-                    raise _cannot(name, f"has hooks ({hooks})", "Take them off, and register them on the result.")
-        own, shapes = ({name: tuple(each.shape) for name, each in named_parameters(at, path)} for at in (now, was))
-        for name in sorted(shapes.keys() | own.keys()):
-            if shapes.get(name) != own.get(name):
-                raise _cannot(name, f"has the shape {own.get(name)} (its config says {shapes.get(name)})", first)
+def _check_as_constructed(name: str, module: nn.Module | None, base: nn.Module | None) -> None:
+    """Raise for a part, a parameter or a hook that a model has not from its config."""
+    cls, is_now = type(base), type(module)
+    if any(each.__name__ == "BaseTunerLayer" for each in is_now.__mro__):
+        raise _cannot(name, "has an adapter", "Merge it or unload it, or apply the patcher first.")
+    if module is None or base is None or cls is not is_now:
+        raise _cannot(name, f"is a {is_now.__qualname__} (its config says {cls.__qualname__})", _FIRST)
+    for hooks in HOOKS[:4]:
+        if len(getattr(module, hooks)) > len(getattr(base, hooks)):
+            raise _cannot(name, f"has hooks ({hooks})", "Take them off, and register them on the result.")
+    for key in sorted(base._parameters.keys() | module._parameters.keys()):
+        found = [getattr(each, key, None) for each in (module, base)]
+        own, expected = (None if each is None else tuple(each.shape) for each in found)
+        if own != expected:
+            raise _cannot(inside(name) + key, f"has the shape {own} (its config says {expected})", _FIRST)
 
 
 def _move_attributes(path: str, old: nn.Module, base: nn.Module, new: nn.Module | None) -> None:
@@ -197,21 +209,7 @@ def _move_attributes(path: str, old: nn.Module, base: nn.Module, new: nn.Module 
 
 
 def _changed(path: str, key: str) -> InvalidPatcherError:
-    what = "was changed since the model was constructed"
-    return _cannot(inside(path) + key, what, "Apply the patcher first, and change the result.")
-
-
-def replaced_paths(model: nn.Module) -> list[str]:
-    return [path for path, module in named_modules(model) if ORIGINAL in vars(module)]
-
-
-def outermost_of(paths: Iterable[str]) -> list[str]:
-    """These paths but for those below another one."""
-    found: list[str] = []
-    for path in sorted(set(paths), key=lambda each: (each != "", each.count("."))):
-        if not path.startswith(tuple(map(inside, found))):
-            found.append(path)
-    return found
+    return _cannot(inside(path) + key, "was changed since the model was constructed", _FIRST)
 
 
 def _same(one: Any, other: Any, depth: int = 0) -> bool:

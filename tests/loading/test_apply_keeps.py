@@ -516,6 +516,25 @@ def test_a_trained_model_and_its_copy_share_what_is_not_converted_and_nothing_el
         assert not {each.data_ptr() for each in given.buffers()} & {each.data_ptr() for each in patched.buffers()}
 
 
+@pytest.mark.parametrize("patcher", [JOINED, MLPS, ROOT])
+def test_nothing_is_loaded_and_a_model_is_constructed_without_weights(
+    patcher: Patcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = build_tiny(tiny_llama_config())
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", _fail)
+    made = list[torch.Tensor]()
+    stock = LlamaMLP.__init__
+
+    def constructed(self: Any, config: Any) -> None:
+        stock(self, config)
+        made.append(self.down_proj.weight)
+
+    monkeypatch.setattr(LlamaMLP, "__init__", constructed)
+    Patcher().apply(patcher.apply(given))
+    assert made
+    assert all(each.is_meta for each in made) or patcher is ROOT
+
+
 def test_modules_that_are_replaced_follow_the_config_of_the_model() -> None:
     patched = ATTENTION.apply(build_tiny(tiny_llama_config()))
     patched.set_attn_implementation("eager")
