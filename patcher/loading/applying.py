@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from contextvars import Context
 from dataclasses import replace
 from functools import partial
 from types import FunctionType
@@ -228,8 +229,10 @@ def _constructed(
 ) -> Constructed:
     """What a load constructs of the same config: on the meta device, but for buffers, which have their values."""
     load, found = Request(model_class=stock_class(model), in_force=entries, own=own), list[Constructed]()  # type: ignore[arg-type]
+    # In a context of its own, which knows of no load around this.
+    contexts = Context().run(load.model_class.get_init_context, model.dtype, False, False, None)
     with ExitStack() as stack:
-        for context in load.model_class.get_init_context(model.dtype, False, False, None):
+        for context in contexts:
             stack.enter_context(context)
         stack.enter_context(construct(load, found.append))
         made = load.model_class(model.config)

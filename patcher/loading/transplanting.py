@@ -19,15 +19,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from patcher.compat.models import ORIGINAL, named_modules, named_parameters, state_tensors
 from patcher.errors import InvalidPatcherError
 from patcher.layouts.transforms import by_itself
-from patcher.loading.record import RECORD
 from patcher.loading.unfusing import HOOKS
 from patcher.patterns import compress, inside
 
-#: What torch, transformers and this package keep on a module, and look after themselves.
-_KEPT = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", ORIGINAL, RECORD} | {
-    "_is_hf_initialized",
-    "_no_split_modules",
-}
+#: What torch and transformers keep on a module, and look after themselves.
+_KEPT = {*vars(nn.Module()), "_is_hf_initialized", "_no_split_modules"}
 _MISSING: Any = object()
 #: What to do where a module isn't as its config says.
 _FIRST = "Apply the patcher first, and change the result."
@@ -145,7 +141,7 @@ def transplant(model: PreTrainedModel, source: PreTrainedModel, weights: Weights
             elif (held := model.get_submodule(parent)._modules).get(key) is old:
                 held[key] = new
     within = tuple(map(inside, outermost))
-    for path in {name.rpartition(".")[0] for name in weights.made_of if not name.startswith(within)}:
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in weights.made_of if not name.startswith(within)):
         weights.give(path, model.get_submodule(path), model.get_submodule(path))
     now = dict(named_parameters(result))
     for name, parameter in before:
@@ -156,10 +152,10 @@ def transplant(model: PreTrainedModel, source: PreTrainedModel, weights: Weights
 
 def _outermost(*models: nn.Module) -> list[str]:
     """The paths of the modules of one of these that are replaced, but for those below another one."""
-    paths = {path for each in models for path, module in named_modules(each) if ORIGINAL in vars(module)}
+    paths = [path for each in models for path, module in named_modules(each) if ORIGINAL in vars(module)]
     found: list[str] = []
     for path in sorted(paths, key=lambda each: (each != "", each.count("."))):
-        if not path.startswith(tuple(map(inside, found))):
+        if path not in found and not path.startswith(tuple(map(inside, found))):
             found.append(path)
     return found
 
@@ -190,12 +186,13 @@ def _check_as_constructed(name: str, module: nn.Module | None, base: nn.Module |
 def _move_attributes(path: str, old: nn.Module, base: nn.Module, new: nn.Module | None) -> None:
     """Give a module the attributes and buffers that were changed on the one that it takes the place of."""
     for key in sorted(vars(old)):
-        if key not in _KEPT and not key.endswith("_hooks") and not key.startswith("_patcher"):
-            mine, theirs, here = (getattr(module, key, _MISSING) for module in (old, base, new))
-            if isinstance(mine, PretrainedConfig) and new is not None and isinstance(here, PretrainedConfig):
-                new.__dict__[key] = mine  # of which some modules make copies
-            if isinstance(mine, PretrainedConfig) or _same(mine, theirs):
-                continue
+        if key in _KEPT or key.startswith("_patcher"):
+            continue
+        mine, theirs, here = (getattr(module, key, _MISSING) for module in (old, base, new))
+        if isinstance(mine, PretrainedConfig):
+            if new is not None and isinstance(here, PretrainedConfig):
+                new.__dict__[key] = mine  # some modules make a copy of that of the model
+        elif not _same(mine, theirs):
             is_method = isinstance(mine, MethodType) or callable(getattr(type(new), key, None))
             if new is None or is_method or not _same(theirs, here):
                 raise _changed(path, key)
