@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from patcher.compat.models import TransformersKwargs
+from patcher.verification.comparing import Pair, Reference
 from patcher.verification.numerics import differences
-from patcher.verification.passes import OnStock, Pass, Reference, parameters_of
+from patcher.verification.passes import Pass, parameters_of
 
 #: Compared otherwise: caches in steps and chunks, masks as padding.
 _LEFT_OUT = {"cache", "past_key_values", "cache_params", "encoder_outputs", "input_ids", "args"}
@@ -33,31 +34,29 @@ class Value(NamedTuple):
     more: bool = False
 
 
-def reactions(stock: nn.Module, base: Pass, on_stock: OnStock) -> Iterator[Reference]:
+def reactions(pair: Pair, base: Pass) -> Iterator[Reference]:
     """The runs with one more argument to which stock gives something else, or that give the loss for labels.
 
     Where there is a loss, each argument is tried beside labels as well: some say how it is computed.
     """
-    (plain,) = on_stock([base])
+    (plain,) = pair.references([base])
     labelled: list[Reference] = []
-    for reference in _reacting(stock, plain, _names(stock), on_stock):
+    for reference in _reacting(pair, plain, _names(pair.stock)):
         labelled += [reference] if "labels" in reference.run.arguments else []
         yield reference
     for reference in labelled[:1]:
-        yield from _reacting(stock, reference, _names(stock, _WITHOUT_LABELS), on_stock, "loss")
+        yield from _reacting(pair, reference, _names(pair.stock, _WITHOUT_LABELS), "loss")
 
 
-def _reacting(
-    stock: nn.Module, base: Reference, names: Iterable[tuple[str, str]], on_stock: OnStock, output: str = ""
-) -> Iterator[Reference]:
+def _reacting(pair: Pair, base: Reference, names: Iterable[tuple[str, str]], output: str = "") -> Iterator[Reference]:
     """Those to which a certain output reacts, by default any."""
     given = base.run.arguments
     for name, annotation in names:
-        for value in _values(stock, given, name, annotation):
+        for value in _values(pair.stock, given, name, annotation):
             arguments = {key: item for key, item in given.items() if key not in value.without}
             title = f"{base.run.name}, {name}: {value.text}"
             run = Pass("forward", arguments | {name: value.value}, base.run.path, title)
-            found = [one for one in on_stock([run]) if _differ(one.expected, base.expected, output)]
+            found = [one for one in pair.references([run]) if _differ(one.expected, base.expected, output)]
             yield from found
             if found and not value.more:
                 break

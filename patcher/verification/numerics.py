@@ -85,14 +85,15 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> Difference:
 
 
 @contextmanager
-def noting_calls(model: nn.Module, reached: set[str]) -> Iterator[None]:
+def noting_calls(model: nn.Module, reached: set[str] | None) -> Iterator[None]:
     """Add the paths of the modules that are called, and of those that they are in, under each of their names."""
+    modules = () if reached is None else model.named_modules(remove_duplicate=False)
 
     def note(path: str, *_: object) -> None:
-        if path not in reached:
+        if reached is not None and path not in reached:
             reached.update(accumulate(path.split("."), "{}.{}".format), [""])
 
-    with hooked((module, partial(note, path)) for path, module in model.named_modules(remove_duplicate=False)):
+    with hooked((module, partial(note, path)) for path, module in modules):
         yield
 
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 import inspect
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
 from torch import nn
 
+from patcher.compat.models import named_parameters
+from patcher.loading.saving import saved_state_dict
 from patcher.verification.numerics import named_tensors
+
+#: What the names of gradients begin with in the results of a pass.
+GRADIENT = "the gradient of "
 
 
 @contextmanager
@@ -53,6 +58,7 @@ class Pass:
         chunks: the lengths of the pieces in which the tokens come, with a cache of those before; () for one call.
         cache: what the model calls that.
         calls: in place of it, these one after another, on a model that may keep something of each for the next.
+        learns: whether the gradients of all parameters are results too.
     """
 
     method: str
@@ -63,6 +69,7 @@ class Pass:
     chunks: tuple[int, ...] = ()
     cache: str = ""
     calls: tuple[Pass, ...] = ()
+    learns: bool = False
 
     @property
     def name(self) -> str:
@@ -79,7 +86,7 @@ class Pass:
     def results(self, model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
         """The outputs by name, and the arguments as they are after the run: a model that writes into them shows it."""
         found: dict[str, torch.Tensor] = {}
-        with without_memory(model):
+        with without_memory(model), torch.enable_grad() if self.learns else nullcontext():
             for number, one in enumerate(self.calls or (self,), 1):
                 call = f"call {number} ({one.name}), " if self.calls else ""
                 arguments = fitted(one.arguments, model)
@@ -88,7 +95,7 @@ class Pass:
                 after = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
                 outputs |= {f"{name} after the call": value for name, value in after.items()}
                 found |= {f"{call}{name}": value for name, value in outputs.items()}
-        return found
+            return found | _gradients(model, found) if self.learns else found
 
     def _outputs(self, part: nn.Module, arguments: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         call: Any = part if self.method == "forward" else getattr(part, self.method)
@@ -120,25 +127,23 @@ def _counted(output: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return output[mask.to(output.device)]
 
 
-class Reference(NamedTuple):
-    """A run, and what the stock model gives."""
-
-    run: Pass
-    expected: dict[str, torch.Tensor]
-
-
-#: Runs the stock model, and leaves out what it refuses.
-OnStock = Callable[[Iterable[Pass]], Iterator[Reference]]
-
-
-def tried(runs: Iterable[Pass], stock: nn.Module) -> Iterator[Reference]:
-    """Those that the stock model can run."""
-    for run in runs:
-        try:
-            with torch.no_grad():
-                yield Reference(run, run.results(stock))
-        except Exception:  # whatever a model raises for what it isn't made for
-            continue
+def _gradients(model: Any, outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of weighted sums of the outputs, in the layout of the checkpoint; the outputs are detached."""
+    model.zero_grad(set_to_none=True)
+    generator = torch.Generator().manual_seed(0)
+    loss = torch.zeros(())
+    for name, output in outputs.items():
+        if output.requires_grad:
+            weights = torch.randn(output.shape, generator=generator).to(output.device)
+            loss = loss + (output.float() * weights).mean().cpu()
+        outputs[name] = output.detach()
+    loss.backward()  # type: ignore[no-untyped-call]
+    gradients = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in named_parameters(model)
+    }
+    model.zero_grad(set_to_none=True)
+    return {f"{GRADIENT}{name}": value for name, value in saved_state_dict(model, gradients).items()}
 
 
 @contextmanager

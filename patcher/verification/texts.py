@@ -19,8 +19,6 @@ SHORT, LONG = 5, 200
 #: compared there.
 FEW = ("a short row", "a padded batch")
 STEPS, CHUNKS = "a prompt, then token by token", "a prompt in chunks"
-#: What stages after that of the outputs run.
-LATER = (*FEW, STEPS, CHUNKS, "a batch of 2", "a batch of 5", "a row of 128 tokens")
 _LENGTHS = (1, 128)
 _BATCHES = (2, 3, 4, 5, 6, 7, 8, 17)
 _PADDED = (11, 8, 4)
