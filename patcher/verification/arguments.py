@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,16 +22,6 @@ _LEFT_OUT = {"cache", "past_key_values", "cache_params", "encoder_outputs", "inp
 _OF_KERNELS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "is_causal", "seq_idx"}
 #: Not tried again beside labels.
 _WITHOUT_LABELS = {"logits_to_keep", "position_ids", "inputs_embeds", "labels", "return_dict"}
-
-
-class Value(NamedTuple):
-    """A value to try for an argument, which arguments it takes the place of, and whether others are still to be tried
-    if stock reacts to it."""
-
-    text: str
-    value: Any
-    without: tuple[str, ...] = ()
-    more: bool = False
 
 
 def reactions(pair: Pair, base: Pass) -> Iterator[Reference]:
@@ -50,24 +40,22 @@ def reactions(pair: Pair, base: Pass) -> Iterator[Reference]:
 
 def _reacting(pair: Pair, base: Reference, names: Iterable[tuple[str, str]], output: str = "") -> Iterator[Reference]:
     """Those to which a certain output reacts, by default any."""
-    given = base.run.arguments
+
+    def of_it(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: each for name, each in values.items() if output in name and not name.endswith(" after the call")}
+
     for name, annotation in names:
-        for value in _values(pair.stock, given, name, annotation):
-            arguments = {key: item for key, item in given.items() if key not in value.without}
-            title = f"{base.run.name}, {name}: {value.text}"
-            run = Pass("forward", arguments | {name: value.value}, base.run.path, title)
-            found = [one for one in pair.references([run]) if _differ(one.expected, base.expected, output)]
+        given = dict(base.run.arguments)
+        values = _values(pair.stock, given, name, annotation)
+        if name == "inputs_embeds":
+            given.pop("input_ids", None)  # in the place of which it is
+        for text, value in values.items():
+            run = Pass("forward", given | {name: value}, base.run.path, f"{base.run.name}, {name}: {text}")
+            found = list(pair.references([run]))
+            found = [one for one in found if differences(of_it(one.expected), of_it(base.expected)).absolute > 0]
             yield from found
-            if found and not value.more:
+            if found and name not in _ALL:
                 break
-
-
-def _differ(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], output: str) -> bool:
-    one, other = (
-        {name: value for name, value in each.items() if output in name and not name.endswith(" after the call")}
-        for each in (one, other)
-    )
-    return differences(one, other).absolute > 0
 
 
 def recording(stock: nn.Module, base: Pass) -> Iterator[Pass]:
@@ -91,27 +79,24 @@ def _names(stock: nn.Module, left_out: Container[str] = ()) -> list[tuple[str, s
     return [(name, kind) for name, kind in found.items() if name not in left_out]
 
 
-def _values(stock: Any, given: dict[str, Any], name: str, annotation: str) -> Iterator[Value]:
+def _values(stock: Any, given: dict[str, Any], name: str, annotation: str) -> dict[str, Any]:
     """Values for an argument: by its name where that says what it means, else by its type."""
     ids = given.get("input_ids")
     leading = next((value for value in given.values() if isinstance(value, torch.Tensor) and value.dim()), None)
     if (name in given and name != "use_cache") or leading is None or (name == "attention_mask" and ids is not None):
-        return
-    if "bool" in annotation:
-        yield from (Value(str(value), value) for value in (True, False))
-    if "int" in annotation:
-        yield from (Value(str(value), value, more=True) for value in (1, 3))
-    if "float" in annotation:
-        yield Value("0.5", 0.5)
+        return {}
+    found: dict[str, Any] = {"True": True, "False": False} if "bool" in annotation else {}
+    found |= {"1": 1, "3": 3} if "int" in annotation else {}
+    found |= {"0.5": 0.5} if "float" in annotation else {}
     if "Tensor" not in annotation and "_empty" not in annotation:
-        return
+        return found
     if name == "inputs_embeds" and ids is not None:
         with suppress(Exception), torch.no_grad():
-            yield Value("those of other tokens", stock.get_input_embeddings()(ids.flip(-1)) * 1.5, ("input_ids",))
+            found["those of other tokens"] = stock.get_input_embeddings()(ids.flip(-1)) * 1.5
     if name in _BY_NAME and ids is not None:
-        yield from (Value(text, value, more=name in _ALL) for text, value in _BY_NAME[name](ids).items())
+        found |= _BY_NAME[name](ids)
     if name in (*_BY_NAME, "inputs_embeds"):
-        return
+        return found
     # By the type alone: numbers of every usual shape. Stock refuses what doesn't fit.
     generator = torch.Generator().manual_seed(1)
     rows, length = leading.shape[0], leading.shape[1] if leading.dim() > 1 else 1
@@ -119,9 +104,10 @@ def _values(stock: Any, given: dict[str, Any], name: str, annotation: str) -> It
     for shape in ((rows, length), (rows,), (rows, length, width), (1, length), (rows, 1)):
         size = torch.Size(shape)
         if "Float" not in annotation and len(shape) < 3:
-            yield Value("ones and zeros", ((torch.arange(size.numel()) // 2 + 1) % 2).reshape(size))
+            found[f"ones and zeros of {list(shape)}"] = ((torch.arange(size.numel()) // 2 + 1) % 2).reshape(size)
         if not any(kind in annotation for kind in ("Long", "Int", "Bool")):
-            yield Value("numbers", torch.randn(size, generator=generator))
+            found[f"numbers of {list(shape)}"] = torch.randn(size, generator=generator)
+    return found
 
 
 def _later_positions(ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -147,7 +133,8 @@ def _labels(ids: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-#: What values mean by the name of the argument: made of the ids; and those of which all are tried.
+#: What values mean by the name of the argument: made of the ids; and the arguments of which every value is compared,
+#: not the first that stock reacts to alone.
 _BY_NAME: dict[str, Callable[[torch.Tensor], dict[str, torch.Tensor]]] = {
     "position_ids": _later_positions,
     "labels": _labels,

@@ -28,7 +28,7 @@ from patcher.spec.patcher import Patcher
 from patcher.verification.arguments import reactions, recording
 from patcher.verification.comparing import Pair, Reference, Stage, UncheckedError, error_text, requested
 from patcher.verification.inputs import NoInputsError, chosen_passes, processed, processor_of
-from patcher.verification.modules import HALVES, eager_attention, precision_stage
+from patcher.verification.modules import HALVES, eager, precision_stage
 from patcher.verification.numerics import Difference, differences
 from patcher.verification.passes import Pass, fitted
 from patcher.verification.sides import Side, fit_threads
@@ -67,6 +67,7 @@ class Run:
     chosen: dict[str, Pass] = field(default_factory=dict)  # those of them that reach what texts don't
     references: list[Reference] = field(default_factory=list)  # the others, with all layers
     labelled: list[Pass] = field(default_factory=list)  # one that gives a loss, if there is any
+    stock: Any = None
     pair: Pair = field(init=False)  # both models, when they are loaded
     patched: set[str] = field(init=False)  # the paths of the modules that were replaced or fused
     by_class: list[str] = field(init=False)  # of these one for each pair of classes
@@ -74,36 +75,23 @@ class Run:
 
     def stages(self) -> Iterator[Stage]:
         """Load both, then check one thing after another."""
+        before = time.perf_counter()
         self.step("load")
-        started = time.perf_counter()
-        stock = self._load(self.theirs)
-        fit_threads(stock)
-        try:
-            ours = self._load(self.mine)
-        except Exception as error:  # stock could be loaded: it is the patcher
-            yield Stage("load", False, message=error_text(error), seconds=time.perf_counter() - started)
-            return
-        self.compare_with(ours, stock)
-        self.replaced = len(self.patched)
-        self.calling = sum(unrebound(type(module)) is not type(module) for module in ours.modules())
-        figures = {"modules replaced": self.replaced, "modules that call replaced functions": self.calling}
-        counted = tuple((what, float(count)) for what, count in figures.items() if count)
-        yield Stage("load", True, counted, seconds=time.perf_counter() - started)
-        wrong = False
-        for name in self.names[1:]:
+        self.stock = self._load(self.theirs)
+        fit_threads(self.stock)
+        failed: set[str] = set()
+        for name in self.names:
             self.step(name)
-            started = time.perf_counter()
-            if wrong and CHECKS[name].repeats:
+            if "outputs" in failed and CHECKS[name].repeats:
                 stage = Stage(name, True, message="not checked: the outputs are wrong already", checked=False)
             else:
                 stage = self.stage(name)
-            wrong = wrong or (name == "outputs" and not stage.passed)
-            yield replace(stage, seconds=time.perf_counter() - started)
-
-    def compare_with(self, ours: Any, stock: Any) -> None:
-        """Let these two models be compared."""
-        self.pair = Pair(stock, ours, self.mine.name)
-        self.patched, self.by_class = patched_modules(ours)
+            now = time.perf_counter()
+            yield replace(stage, seconds=now - before)
+            before = now
+            failed |= set() if stage.passed else {name}
+            if "load" in failed:
+                return
 
     def stage(self, name: str) -> Stage:
         """What one of the stages finds."""
@@ -123,17 +111,10 @@ class Run:
 
     def fails(self, mine: Side, name: str) -> bool:
         """Whether a stage that has failed fails with another model as well: `outputs` on the input on which it has."""
-        if name == "load":
-            try:
-                self._load(mine)
-            except Exception:
-                return True
-            return False
         run = replace(self, mine=mine, scratch=Path(tempfile.mkdtemp(dir=self.scratch)))
-        try:
-            run.compare_with(self._load(mine), self.pair.stock)
-        except Exception:  # nothing that could be compared
-            return False
+        loaded = run.stage("load").passed
+        if name == "load" or not loaded:  # nothing that could be compared
+            return name == "load" and not loaded
         if name == "reload":
             run.stage("save")
         if name != "outputs" or self.failing is None:
@@ -157,7 +138,7 @@ class Run:
 
     def _pair_with(self, values: Mapping[str, Any]) -> Pair:
         """Both with other values in the config, by their paths."""
-        config = copy.deepcopy(self.pair.stock.config)
+        config = copy.deepcopy(self.stock.config)
         parts = dict(parts_of(config))
         for path, value in values.items():
             head, dot, name = path.rpartition(".")
@@ -173,7 +154,7 @@ class Run:
 
     def _find_inputs(self) -> None:
         """Texts, and what reaches the layers that texts don't: images, sounds, parts of the model by themselves."""
-        stock, reached = self.pair.stock, set[str]()
+        stock, reached = self.stock, set[str]()
         processor = processor_of(self.theirs.folder, self.theirs.options)
         texts = list(text_passes(stock, token_rows(stock, processor, self.seed)))
         some = [one for one in texts if one.name in FEW]
@@ -191,6 +172,19 @@ class Run:
         return [self.runs[name] for name in names if name in self.runs] or list(self.chosen.values())
 
     # --- stages
+
+    def load(self) -> Stage:
+        """The patched one: stock could be loaded."""
+        ours = self._load(self.mine)
+        self.pair = Pair(self.stock, ours, self.mine.name)
+        record = record_of(ours)
+        modules = {item.path: (item.original, item.replacement) for item in (record.modules if record else ())}
+        self.patched = set(modules)
+        self.by_class = list({classes: path for path, classes in reversed(modules.items())}.values())
+        self.replaced = len(modules)
+        self.calling = sum(unrebound(type(module)) is not type(module) for module in ours.modules())
+        figures = {"modules replaced": self.replaced, "modules that call replaced functions": self.calling}
+        return Stage("load", True, tuple((what, float(count)) for what, count in figures.items() if count))
 
     @property
     def tolerance(self) -> float:
@@ -227,10 +221,10 @@ class Run:
             texts = [one for one in self.references if one.run.name in FEW]
             texts += self.pair.references(one for one in self.texts if has_long and one.name == "a long row")
             gaps: list[Difference] = []
-            with eager_attention(self.pair.stock) as is_other:
+            with eager(self.stock, "attn") as is_other:
                 for run, expected, few in texts if is_other else ():
                     with self.pair.layers(few):
-                        gaps.append(differences(run.results(self.pair.stock), expected))
+                        gaps.append(differences(run.results(self.stock), expected))
             return max((gap.share for gap in gaps), default=None)
         except Exception:  # stock takes other inputs under eager attention
             return None
@@ -259,7 +253,7 @@ class Run:
         return pair.compare("recorded", pair.references(runs), self.tolerance, prefix=prefix)
 
     def windows(self) -> Stage:
-        windows = {name: WINDOW for name, size in windows_of(self.pair.stock.config).items() if size > WINDOW}
+        windows = {name: WINDOW for name, size in windows_of(self.stock.config).items() if size > WINDOW}
         if not windows:
             raise UncheckedError(f"the config has no window of more than {WINDOW} tokens")
         pair = self._pair_with(windows)
@@ -274,7 +268,7 @@ class Run:
 
     def generation(self) -> Stage:
         """Both go on with the tokens that stock prefers: where two are equally likely, either is right."""
-        stock = self.pair.stock
+        stock = self.stock
         texts = [one for one in self._passes("a padded batch", "a short row") if "input_ids" in one.arguments]
         if not texts or not stock.can_generate():
             raise UncheckedError("the model generates nothing from text")
@@ -306,27 +300,25 @@ class Run:
         """Byte for byte; only weights that the patcher declares as new may be in one and not in the other."""
         stock, ours = self.scratch / "stock", self.scratch / "patched"
         try:
-            self.pair.stock.save_pretrained(stock)
+            self.stock.save_pretrained(stock)
         except Exception as error:
             raise UncheckedError(f"stock can't be saved: {error_text(error)}") from None
         self.pair.ours.save_pretrained(ours)
+        files = [sorted(folder.iterdir()) for folder in (stock, ours)]
         tensors = [
-            {key: tensor for path in folder.glob("*.safetensors") for key, tensor in load_file(path).items()}
-            for folder in (stock, ours)
+            {key: tensor for path in some if path.suffix == ".safetensors" for key, tensor in load_file(path).items()}
+            for some in files
         ]
         stage = self.pair.compare_weights("save", *tensors)
         # But for the code that a class brings with it: `register_for_auto_class`.
-        names = [
-            ", ".join(sorted(path.name for path in folder.iterdir() if path.suffix != ".py"))
-            for folder in (stock, ours)
-        ]
+        names = [", ".join(path.name for path in some if path.suffix != ".py") for some in files]
         if stage.passed and len(stage.figures) == 2 and names[0] != names[1]:
             return replace(stage, passed=False, message=f"the files are {names[1]}, not {names[0]}")
         return stage
 
     def weights(self) -> Stage:
         """The same of what either would save, without a file."""
-        models = (self.pair.stock, self.pair.ours)
+        models = (self.stock, self.pair.ours)
         if any(parameter.is_meta for model in models for parameter in model.parameters()):
             raise UncheckedError("weights that are offloaded are compared as files only")
         return self.pair.compare_weights("weights", *(saved_state_dict(each, each.state_dict()) for each in models))
@@ -337,14 +329,14 @@ class Run:
         # Not where the original files were, nor how they were quantized.
         kept = ("attn_implementation", "device_map", "offload_folder")
         options = {name: self.theirs.options[name] for name in kept if name in self.theirs.options}
-        cls = self.theirs.cls or type(self.pair.stock)
+        cls = self.theirs.cls or type(self.stock)
         # What a patcher has added stock ignores, and a load that doesn't say so refuses.
         new = [f"^{re.escape(name)}$" for name in new_weights(self.pair.ours)]
         side = Side(cls, self.scratch / "patched", options, Patcher(dropped_weights=new) if new else None)
         again = unpatched(partial(self._load, side))
         # One text is enough: weights that are other weights show in any.
         few = [one for one in self.references if one.run.name == FEW[0] or one.run.name in self.chosen]
-        pair = Pair(self.pair.stock, again, "stock")
+        pair = Pair(self.stock, again, "stock")
         stage = pair.compare("reload", few or self.references, TOLERANCES[self.dtype])
         text = f"stock computes something else with what was saved: {stage.message}"
         return stage if stage.passed else replace(stage, message=text)
@@ -372,7 +364,7 @@ class Check(NamedTuple):
 
 #: The stages, in their order.
 CHECKS = {
-    "load": Check(lambda run: Stage("load", True), 3, is_quick=True, needs_inputs=False, repeats=False),
+    "load": Check(Run.load, 3, is_quick=True, needs_inputs=False, repeats=False),
     "outputs": Check(Run.outputs, 30, is_quick=True, repeats=False),
     "arguments": Check(Run.arguments, 7),
     "recorded": Check(Run.recorded, 5),
@@ -396,13 +388,3 @@ def stages_of(names: Iterable[str] | None, quick: bool) -> tuple[str, ...]:
     if names is None:
         return tuple(name for name, check in CHECKS.items() if (check.is_quick if quick else check.in_all))
     return requested("stage", ["load", *([names] if isinstance(names, str) else names)], CHECKS)
-
-
-def patched_modules(model: Any) -> tuple[set[str], list[str]]:
-    """The paths of the modules that were replaced or fused, and of these one for each pair of classes."""
-    record = record_of(model)
-    if record is None:
-        return set(), []
-    modules = {item.path: (item.original, item.replacement) for item in record.modules}
-    first = {pair: path for path, pair in reversed(modules.items())}
-    return set(modules), list(first.values())

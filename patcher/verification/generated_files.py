@@ -31,7 +31,7 @@ from patcher.verification.inputs import chosen_passes
 from patcher.verification.progress import under_way
 from patcher.verification.sides import Side, random_checkpoint
 from patcher.verification.small_configs import small_config
-from patcher.verification.verify import HEADS, Verification, compared
+from patcher.verification.verify import HEADS, Verification, compare
 
 #: What is compared of a file, on the quick inputs: beside stock all of it, beside the runtime patch what is computed.
 _STAGES = ("outputs", "gradients", "save")
@@ -228,10 +228,10 @@ def _beside(
     if patcher is not None:
         try:
             runtime = loaded("the runtime patch", stock, patcher)
-            yield "the runtime patch", compared(runtime, file, stages=_STAGES[:-1], quick=True, tolerance=0.0)
+            yield "the runtime patch", compare(runtime, file, stages=_STAGES[:-1], quick=True, tolerance=0.0)
         except UnmatchedPatchError:  # of parts that this model doesn't have
             allowed = 0.0
-    yield "stock", compared(loaded("stock", stock), file, stages=_STAGES, quick=True, tolerance=allowed)
+    yield "stock", compare(loaded("stock", stock), file, stages=_STAGES, quick=True, tolerance=allowed)
 
 
 @contextmanager

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import combinations
 from typing import Any
 
 from patcher.errors import PatchConflictError
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import MAPPINGS
+
+#: Of more members not every subset is measured.
+FEW = 3
 
 
 def members_of(patcher: Patcher) -> list[Patcher]:
@@ -34,9 +38,36 @@ def only(patcher: Patcher, members: Iterable[Patcher], **more: Any) -> Patcher:
     return patcher.replace(**fields | {"alternatives": (), "name": ""} | more)
 
 
-def joined(patchers: Iterable[Patcher]) -> Patcher | None:
-    """All in one; None where they contradict one another, or there are none."""
-    several = list(patchers)
+# --- what is measured
+
+
+def measured_members(patcher: Patcher) -> list[Patcher]:
+    """Each key and each fusion alone; a patcher with conversions is one member."""
+    members = members_of(patcher)
+    conversions = patcher.extra_weight_conversions or patcher.filtered_weight_conversion_patterns
+    if len(members) < 2 or conversions or patcher.new_weights or patcher.dropped_weights:
+        return [patcher]
+    return [only(patcher, [member]) for member in members]
+
+
+def candidates_of(patchers: Sequence[Patcher], members: Sequence[Patcher]) -> list[Patcher]:
+    """What is measured: what was given, and the subsets of its members; of many each alone, and all."""
+    sizes = range(1, len(members) + 1) if len(members) <= FEW else (1, len(members))
+    return unique(
+        [*patchers, *(each for size in sizes for some in combinations(members, size) for each in joined(some))]
+    )
+
+
+def joined(patchers: Sequence[Patcher]) -> list[Patcher]:
+    """All in one; none where they contradict one another, or there are none."""
     with suppress(PatchConflictError):
-        return functools.reduce(operator.or_, several) if several else None
-    return None
+        return [functools.reduce(operator.or_, patchers)] if patchers else []
+    return []
+
+
+def unique(patchers: Iterable[Patcher]) -> list[Patcher]:
+    """Without those that do what one before them does."""
+    found: dict[Patcher, Patcher] = {}
+    for each in patchers:
+        found.setdefault(each.replace(name="", alternatives=()), each)
+    return list(found.values())

@@ -91,9 +91,10 @@ def under_way(
     doing: str, seed: int, shares: Mapping[str, float], shown: bool | None = None
 ) -> Iterator[tuple[Path, Callable[..., None]]]:
     """An empty folder, and the function of `progress`. Random states, default dtype and gradient mode are the usual
-    ones within, and afterwards what they were: what is verified, replacements included, may set what it likes.
+    ones within, and afterwards what they were, as the number of threads is: what is verified, replacements included,
+    may set what it likes.
     """
-    dtype = torch.get_default_dtype()
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     try:
         with (
             seeded(seed),
@@ -107,3 +108,4 @@ def under_way(
             yield Path(name), step
     finally:
         torch.set_default_dtype(dtype)
+        torch.set_num_threads(threads)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from patcher.verification.comparing import Stage
 from patcher.verification.guilty import Guilty, guilty_of
 from patcher.verification.layer_errors import LayerErrors
 from patcher.verification.progress import under_way
-from patcher.verification.sides import Side, fitting_threads, side_of
+from patcher.verification.sides import Side, side_of
 
 #: What `Verification.rows` has.
 HEADS = ("stage", "", "measured", "allowed", "seconds", "")
@@ -233,7 +232,7 @@ def verify(
         raise not_a_patcher("verify(model, {})", patcher)
     names = _checked(dtype, stages, quick)
     started = time.perf_counter()
-    with under_way("verifying", seed, _shares(names), progress) as (scratch, step), fitting_threads():
+    with under_way("verifying", seed, _shares(names), progress) as (scratch, step):
         stock = side_of(model, options, scratch, seed, model_class)
         patched = replace(stock, patcher=patcher)
         run = Run(stock, patched, dtype, seed, scratch, names, step, quick)
@@ -284,30 +283,11 @@ def compare(
     Raises:
         InvalidPatcherError: something that is neither a model nor the place of one.
     """
-    with tempfile.TemporaryDirectory() as scratch:
-        theirs, mine = (_side(each, options, Path(scratch)) for each in (first, second))
-        return compared(theirs, mine, stages, quick, tolerance, dtype, seed, progress)
-
-
-def compared(
-    theirs: Side,
-    mine: Side,
-    stages: Iterable[str] | None = None,
-    quick: bool = False,
-    tolerance: float | None = None,
-    dtype: torch.dtype | None = None,
-    seed: int = 0,
-    progress: bool | None = None,
-) -> Verification:
-    """The same of two sides."""
+    theirs, mine = (_side(each, options) for each in (first, second))
     models = [side.model for side in (theirs, mine) if side.model is not None]
     dtype = dtype or (models[0].dtype if models else torch.float32)
     names = _checked(dtype, stages, quick)
-    with (
-        under_way("comparing", seed, _shares(names), progress) as (scratch, step),
-        fitting_threads(),
-        _kept(models),
-    ):
+    with under_way("comparing", seed, _shares(names), progress) as (scratch, step), _kept(models):
         run = Run(theirs, mine, dtype, seed, scratch, names, step, quick, tolerance)
         return _found(run, f"the model {mine.place}")
 
@@ -329,7 +309,9 @@ def _found(run: Run, patcher: str) -> Verification:
     )
 
 
-def _side(model: Any, options: dict[str, Any], scratch: Path) -> Side:
+def _side(model: Any, options: dict[str, Any]) -> Side:
+    if isinstance(model, Side):
+        return model
     if isinstance(model, PreTrainedModel):
         return Side(model=model, name="the second model")
     if not isinstance(model, str | os.PathLike):
@@ -337,7 +319,7 @@ def _side(model: Any, options: dict[str, Any], scratch: Path) -> Side:
             f"compare takes models, repo ids and folders, found {model!r} ({type(model).__name__}); "
             "for a config, write verify(config, patcher)."
         )
-    return replace(side_of(model, options, scratch, 0), name=str(model))
+    return replace(side_of(model, options, Path(), 0), name=str(model))
 
 
 def _checked(dtype: torch.dtype, stages: Iterable[str] | None, quick: bool) -> tuple[str, ...]:
