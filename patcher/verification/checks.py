@@ -6,7 +6,7 @@ import copy
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -55,7 +55,7 @@ class Run:
     dtype: torch.dtype
     seed: int
     scratch: Path  # an empty folder, for what is saved and offloaded
-    names: Sequence[str]  # of the stages to run
+    names: Iterable[str]  # of the stages to run
     step: Callable[[str], None] = lambda _: None  # called with the name of each step
     quick: bool = False
     allowed: float | None = None  # in place of the tolerance of the type
@@ -379,12 +379,13 @@ CHECKS = {
 }
 
 
-def stages_of(names: Iterable[str] | None, quick: bool) -> tuple[str, ...]:
-    """The stages to run, in their order.
+def stages_of(names: Iterable[str] | None, quick: bool) -> dict[str, float]:
+    """The stages to run, in their order, and how much of the time each takes.
 
     Raises:
         InvalidPatcherError: there is no such stage.
     """
-    if names is None:
-        return tuple(name for name, check in CHECKS.items() if (check.is_quick if quick else check.in_all))
-    return requested("stage", ["load", *([names] if isinstance(names, str) else names)], CHECKS)
+    chosen: Iterable[str] = (name for name, check in CHECKS.items() if (check.is_quick if quick else check.in_all))
+    if names is not None:
+        chosen = requested("stage", ["load", *([names] if isinstance(names, str) else names)], CHECKS)
+    return {name: CHECKS[name].share for name in chosen}

@@ -157,7 +157,12 @@ def verify(
         under_way(f"verifying {config.target_file}", seed, {}) as (folder, step),
         _imported(generated, folder) as module,
     ):
-        patcher = _patcher(config, generated, problems)
+        patcher: Patcher | None = None  # where it would change nothing, or can't be made
+        try:
+            patcher = to_patcher(config) if generated.patches else None
+        except CodegenError as error:
+            if "to_patcher() would change nothing" not in str(error):
+                problems.append(f"the runtime patch: {error}")
         left = _places_of(generated, module)
         for stock in _candidates(config, importlib.import_module(config.source_module), module, model_class):
             if found["stock"] and not left and model_class is None:
@@ -257,16 +262,6 @@ def _imported(generated: Generated, folder: Path) -> Iterator[ModuleType]:
         del sys.modules[name]
 
 
-def _patcher(config: PatchSpec, generated: Generated, problems: list[str]) -> Patcher | None:
-    """The runtime patch; None where it would change nothing, or can't be made."""
-    try:
-        return to_patcher(config) if generated.patches else None
-    except CodegenError as error:
-        if "to_patcher() would change nothing" not in str(error):
-            problems.append(f"the runtime patch: {error}")
-        return None
-
-
 def _candidates(
     config: PatchSpec, original: ModuleType, module: ModuleType, requested: str | type[PreTrainedModel] | None
 ) -> list[type[PreTrainedModel]]:
@@ -291,18 +286,18 @@ def _candidates(
 
 
 def _places_of(generated: Generated, module: ModuleType) -> dict[str, set[_Place]]:
-    """Each patch of the author whose code can run, and where that is."""
-    found: dict[str, set[_Place]] = {}
-    for patch in generated.patches:
-        if patch.new and patch in generated.config.of_runtime:
-            continue  # how the models of a file read and write, and heads that they may not have
-        if places := _places(module, patch):
-            found[f"{patch.kind.value} {patch.target}"] = places
-    return found
+    """Each patch of the author whose code can run, and where that is: none of what isn't run, an import for one."""
+    found = {
+        f"{patch.kind.value} {patch.target}": _places(module, patch)
+        for patch in generated.patches
+        # Not how the models of a file read and write, nor heads that they may not have.
+        if not patch.new or patch not in generated.config.of_runtime
+    }
+    return {label: places for label, places in found.items() if places}
 
 
 def _places(module: ModuleType, patch: Patch) -> set[_Place]:
-    """Those of the functions that a patch has written or imported; none of what isn't run, an import for one."""
+    """Those of the functions that a patch has written or imported."""
     parts = patch.target.split(".")
     if parts[-1] in ("setter", "deleter", "getter") and len(parts) > 2:
         parts.pop()
@@ -310,8 +305,9 @@ def _places(module: ModuleType, patch: Patch) -> set[_Place]:
     for part in [*parts, "__init__"] if patch.kind is PatchKind.MODIFY_INIT else parts:
         value = vars(value).get(part) if isinstance(value, type | ModuleType) else None
     found = list(vars(value).values()) if isinstance(value, type) else [value]
-    accessors = [(each.fget, each.fset, each.fdel) if isinstance(each, property) else (each,) for each in found]
-    functions = (inspect.unwrap(getattr(each, "__func__", each)) for several in accessors for each in several if each)
+    for each in [each for each in found if isinstance(each, property)]:
+        found += [each.fget, each.fset, each.fdel]
+    functions = (inspect.unwrap(getattr(each, "__func__", each)) for each in found)
     codes = (each.__code__ for each in functions if isinstance(each, FunctionType))
     return {(code.co_filename, code.co_firstlineno) for code in codes}
 

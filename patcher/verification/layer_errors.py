@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from patcher.patterns import inside, is_number
-from patcher.verification.numerics import Difference, copies, difference, hooked
+from patcher.verification.numerics import Difference, difference, floating_tensors, hooked
 
 Run = Callable[[nn.Module], object]
 _Call = tuple[list[torch.Tensor], list[torch.Tensor]]  # what went in, what came out
@@ -95,7 +95,11 @@ def _calls(model: nn.Module, run: Run) -> list[tuple[str, _Call]]:
     calls: list[tuple[str, _Call]] = []
 
     def note(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        calls.append((path, (copies((args, kwargs)), copies(output))))
+        # Copies: a later module may write into the very same memory.
+        given, found = (
+            [each.detach().clone() for each in floating_tensors(some)] for some in ((args, kwargs), output)
+        )
+        calls.append((path, (given, found)))
 
     with hooked((module, partial(note, path)) for path, module in model.named_modules()), torch.no_grad():
         run(model)

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 
 from patcher.compat.models import choose_experts_implementation, implementation
 from patcher.verification.comparing import Pair, Stage, UncheckedError, error_text
-from patcher.verification.numerics import floating_tensors, is_floating
+from patcher.verification.numerics import floating_tensors, hooked, is_floating
 from patcher.verification.passes import Pass, seeded
 
 #: Operations whose result suffers when they are done in half precision, which is why modeling code upcasts for them.
@@ -52,14 +52,9 @@ def captured(stock: nn.Module, paths: Iterable[str], passes: Iterable[Pass]) -> 
             sizes[path], calls[path] = size, copy.deepcopy((args, kwargs))
 
     # Before the call: what goes in may be written to, a cache for one.
-    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in wanted]
-    try:
-        with torch.no_grad():
-            for one in passes:
-                one.of(stock)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with hooked(((module, note) for module in wanted), before=True), torch.no_grad():
+        for one in passes:
+            one.of(stock)
     return calls
 
 

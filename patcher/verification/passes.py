@@ -26,23 +26,22 @@ GRADIENT = "the gradient of "
 @contextmanager
 def seeded(seed: int = 0) -> Iterator[None]:
     """Within, torch, numpy and `random` draw what the seed gives; afterwards they go on as if nothing was drawn."""
-    python, array, torchs = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    python, array = random.getstate(), numpy.random.get_state()
     alive: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = range(torch.cuda.device_count() if alive else 0)
-    states = [torch.cuda.get_rng_state(device) for device in devices]
     try:
-        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` formats a stack for devices that aren't there
-        if devices:
-            torch.cuda.manual_seed_all(seed)
-        random.seed(seed)
-        numpy.random.seed(seed)
-        yield
+        with torch.random.fork_rng(devices):
+            torch.default_generator.manual_seed(
+                seed
+            )  # `torch.manual_seed` formats a stack for devices that aren't there
+            if devices:
+                torch.cuda.manual_seed_all(seed)
+            random.seed(seed)
+            numpy.random.seed(seed)
+            yield
     finally:
         random.setstate(python)
         numpy.random.set_state(array)
-        torch.set_rng_state(torchs)
-        for device, state in zip(devices, states, strict=True):
-            torch.cuda.set_rng_state(state, device)
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ from patcher.integrations import install
 from patcher.patterns import inside
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
-from patcher.verification.checks import CHECKS, TOLERANCES, Run, stages_of
+from patcher.verification.checks import TOLERANCES, Run, stages_of
 from patcher.verification.comparing import Stage
 from patcher.verification.guilty import Guilty, guilty_of
 from patcher.verification.layer_errors import LayerErrors
@@ -232,7 +232,7 @@ def verify(
         raise not_a_patcher("verify(model, {})", patcher)
     names = _checked(dtype, stages, quick)
     started = time.perf_counter()
-    with under_way("verifying", seed, _shares(names), progress) as (scratch, step):
+    with under_way("verifying", seed, names, progress) as (scratch, step):
         stock = side_of(model, options, scratch, seed, model_class)
         patched = replace(stock, patcher=patcher)
         run = Run(stock, patched, dtype, seed, scratch, names, step, quick)
@@ -287,7 +287,7 @@ def compare(
     models = [side.model for side in (theirs, mine) if side.model is not None]
     dtype = dtype or (models[0].dtype if models else torch.float32)
     names = _checked(dtype, stages, quick)
-    with under_way("comparing", seed, _shares(names), progress) as (scratch, step), _kept(models):
+    with under_way("comparing", seed, names, progress) as (scratch, step), _kept(models):
         run = Run(theirs, mine, dtype, seed, scratch, names, step, quick, tolerance)
         return _found(run, f"the model {mine.place}")
 
@@ -322,17 +322,13 @@ def _side(model: Any, options: dict[str, Any]) -> Side:
     return replace(side_of(model, options, Path(), 0), name=str(model))
 
 
-def _checked(dtype: torch.dtype, stages: Iterable[str] | None, quick: bool) -> tuple[str, ...]:
+def _checked(dtype: torch.dtype, stages: Iterable[str] | None, quick: bool) -> dict[str, float]:
     if dtype not in TOLERANCES:
         raise InvalidPatcherError(
             f"dtype={dtype!r} can't be compared; write one of {', '.join(map(str, TOLERANCES))}."
         )
     install()
     return stages_of(stages, quick)
-
-
-def _shares(names: Iterable[str]) -> dict[str, float]:
-    return {name: CHECKS[name].share for name in names}
 
 
 @contextmanager
