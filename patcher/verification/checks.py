@@ -25,14 +25,23 @@ from patcher.loading.record import record_of
 from patcher.loading.saving import saved_state_dict
 from patcher.patterns import compress
 from patcher.spec.patcher import Patcher
-from patcher.verification.arguments import reactions, recording
 from patcher.verification.comparing import Pair, Reference, Stage, UncheckedError, error_text, requested
 from patcher.verification.inputs import NoInputsError, chosen_passes, processed, processor_of
 from patcher.verification.modules import HALVES, eager, precision_stage
 from patcher.verification.numerics import Difference, differences
 from patcher.verification.passes import Pass, fitted
 from patcher.verification.sides import Side, fit_threads
-from patcher.verification.texts import CHUNKS, FEW, STEPS, parts_of, text_passes, token_rows, windows_of
+from patcher.verification.texts import (
+    CHUNKS,
+    FEW,
+    STEPS,
+    parts_of,
+    reactions,
+    recording,
+    text_passes,
+    token_rows,
+    windows_of,
+)
 from patcher.verification.training import learned, training_stage
 
 #: How far outputs may be apart, in units of the largest magnitude of stock's (of 1 where that is smaller); `verify`

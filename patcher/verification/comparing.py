@@ -19,8 +19,7 @@ from patcher.errors import InvalidPatcherError
 from patcher.expressions import search
 from patcher.loading.record import record_of
 from patcher.patterns import compress, did_you_mean
-from patcher.verification.layer_errors import LayerErrors, layer_errors
-from patcher.verification.layers import stacks_of
+from patcher.verification.layers import LayerErrors, layer_errors, stacks_of
 from patcher.verification.numerics import Difference, difference, differences, noting_calls
 from patcher.verification.passes import GRADIENT, Pass
 

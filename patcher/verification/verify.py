@@ -23,8 +23,8 @@ from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
 from patcher.verification.checks import TOLERANCES, Run, stages_of
 from patcher.verification.comparing import Stage
-from patcher.verification.guilty import Guilty, guilty_of
-from patcher.verification.layer_errors import LayerErrors
+from patcher.verification.layers import LayerErrors
+from patcher.verification.members import Guilty, guilty_of
 from patcher.verification.progress import under_way
 from patcher.verification.sides import Side, side_of
 

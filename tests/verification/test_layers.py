@@ -21,10 +21,10 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from patcher import Patcher, verify
-from patcher.verification.arguments import reactions
 from patcher.verification.comparing import Pair, Reference
 from patcher.verification.modules import precision_stage
 from patcher.verification.passes import Pass
+from patcher.verification.texts import reactions
 from tests.support.tiny import DECODER_SIZES, build_tiny, tiny_bert_config, tiny_llama_config
 from tests.verification.wrong_patches import kept, off
 
