@@ -90,7 +90,8 @@ class Run:
         fit_threads(self.stock)
         failed: set[str] = set()
         for name in self.names:
-            self.step(name)
+            if name != "load":
+                self.step(name)
             if "outputs" in failed and CHECKS[name].repeats:
                 stage = Stage(name, True, message="not checked: the outputs are wrong already", checked=False)
             else:
@@ -357,24 +358,20 @@ class Check(NamedTuple):
     Attributes:
         check: runs it.
         share: how much of the time it takes: percents of most models, decoders and encoders, small and large.
-        is_quick: whether `quick=True` runs it.
-        in_all: whether it is run by default.
         needs_inputs: whether it runs the models.
         repeats: whether it fails whenever the outputs are wrong.
     """
 
     check: Callable[[Run], Stage]
     share: int
-    is_quick: bool = False
-    in_all: bool = True
     needs_inputs: bool = True
     repeats: bool = True
 
 
 #: The stages, in their order.
 CHECKS = {
-    "load": Check(Run.load, 3, is_quick=True, needs_inputs=False, repeats=False),
-    "outputs": Check(Run.outputs, 30, is_quick=True, repeats=False),
+    "load": Check(Run.load, 3, needs_inputs=False, repeats=False),
+    "outputs": Check(Run.outputs, 30, repeats=False),
     "arguments": Check(Run.arguments, 7),
     "recorded": Check(Run.recorded, 5),
     "windows": Check(Run.windows, 2, repeats=False),
@@ -382,10 +379,13 @@ CHECKS = {
     "generation": Check(Run.generation, 4),
     "gradients": Check(Run.gradients, 6),
     "training": Check(Run.training, 19),
-    "weights": Check(Run.weights, 5, is_quick=True, in_all=False, needs_inputs=False, repeats=False),
+    "weights": Check(Run.weights, 5, needs_inputs=False, repeats=False),
     "save": Check(Run.save, 5, needs_inputs=False, repeats=False),
     "reload": Check(Run.reload, 1, repeats=False),
 }
+
+#: Those of `quick=True`; the last of them compares what another one compares as files.
+QUICK = ("load", "outputs", "weights")
 
 
 def stages_of(names: Iterable[str] | None, quick: bool) -> dict[str, float]:
@@ -394,7 +394,7 @@ def stages_of(names: Iterable[str] | None, quick: bool) -> dict[str, float]:
     Raises:
         InvalidPatcherError: there is no such stage.
     """
-    chosen: Iterable[str] = (name for name, check in CHECKS.items() if (check.is_quick if quick else check.in_all))
+    chosen = QUICK if quick else tuple(name for name in CHECKS if name != "weights")
     if names is not None:
         chosen = requested("stage", ["load", *([names] if isinstance(names, str) else names)], CHECKS)
     return {name: CHECKS[name].share for name in chosen}

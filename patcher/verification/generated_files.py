@@ -22,16 +22,15 @@ from patcher.codegen.bridges.to_patcher import to_patcher
 from patcher.codegen.generation.generator import Generated, build
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec
 from patcher.construction.in_force import unpatched
-from patcher.display.parts import Cell, Notes, Part, Table
-from patcher.display.shown import Shown
-from patcher.errors import CodegenError, UnmatchedPatchError, VerificationError
+from patcher.display.parts import Notes, Part, Table
+from patcher.errors import CodegenError, UnmatchedPatchError
 from patcher.spec.patcher import Patcher
 from patcher.verification.comparing import UncheckedError, error_text
 from patcher.verification.inputs import chosen_passes
 from patcher.verification.progress import under_way
 from patcher.verification.sides import Side, random_checkpoint
 from patcher.verification.small_configs import small_config
-from patcher.verification.verify import HEADS, Verification, compare
+from patcher.verification.verify import HEADS, Judged, Verification, compare
 
 #: What is compared of a file, on the quick inputs: beside stock all of it, beside the runtime patch what is computed.
 _STAGES = ("outputs", "gradients", "save")
@@ -42,7 +41,7 @@ _Place = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class FileVerification(Shown):
+class FileVerification(Judged):
     """What `patcher.codegen.verify` found.
 
     Attributes:
@@ -66,8 +65,6 @@ class FileVerification(Shown):
     skipped: tuple[tuple[str, str], ...] = ()
     seconds: float = field(default=0.0, compare=False)
 
-    _also = ("passed", "failures")
-
     @property
     def passed(self) -> bool:
         """Whether nothing is wrong."""
@@ -81,23 +78,15 @@ class FileVerification(Shown):
         ]
         return (*self.problems, *found, *(f"{text} never ran" for text in self.unrun if not self.partly))
 
-    def raise_on_failure(self) -> None:
-        """Raise if something is wrong.
-
-        Raises:
-            VerificationError: with all that is.
-        """
-        if not self.passed:
-            raise VerificationError(f"{self.file} is wrong:\n  " + "\n  ".join(self.failures or ("nothing was run",)))
+    def _wrong(self) -> str:
+        text = f"{self.file} is wrong:\n  " + "\n  ".join(self.failures or ("nothing was run",))
+        return "" if self.passed else text
 
     @property
     def _beside(self) -> Iterator[tuple[str, Verification]]:
         """All verifications, each with what the file is compared with."""
         yield from (("the runtime patch", each) for each in self.exact)
         yield from (("stock", each) for each in self.models)
-
-    def _verdict(self) -> Cell:
-        return Cell("PASSED", "good") if self.passed else Cell("FAILED", "bad")
 
     def _headline(self) -> str:
         apart = max((model.figures("outputs").get("max relative", 0.0) for model in self.models), default=0.0)

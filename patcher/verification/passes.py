@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy
@@ -54,9 +53,8 @@ class Pass:
         path: of the model inside.
         title: what to call it, where method and arguments don't say it.
         counted: (batch, length), True where there is a token; None where all positions of the outputs count.
-        chunks: the lengths of the pieces in which the tokens come, with a cache of those before; () for one call.
-        cache: what the model calls that.
         calls: in place of it, these one after another, on a model that may keep something of each for the next.
+        cache: what the model calls the cache that each of these hands to the next, "" if there is none.
         learns: whether the gradients of all parameters are results too.
     """
 
@@ -65,9 +63,8 @@ class Pass:
     path: str = ""
     title: str = ""
     counted: torch.Tensor | None = None
-    chunks: tuple[int, ...] = ()
-    cache: str = ""
     calls: tuple[Pass, ...] = ()
+    cache: str = ""
     learns: bool = False
 
     @property
@@ -85,39 +82,22 @@ class Pass:
     def results(self, model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
         """The outputs by name, and the arguments as they are after the run: a model that writes into them shows it."""
         found: dict[str, torch.Tensor] = {}
+        memory: Any = None
         with without_memory(model), torch.enable_grad() if self.learns else nullcontext():
             for number, one in enumerate(self.calls or (self,), 1):
                 call = f"call {number} ({one.name}), " if self.calls else ""
                 arguments = fitted(one.arguments, model)
+                cached = {self.cache: memory} if self.cache else {}
+                part: Any = model.get_submodule(one.path)
                 with seeded(seed):
-                    outputs = dict(one._outputs(model.get_submodule(one.path), arguments))
-                after = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-                outputs |= {f"{name} after the call": value for name, value in after.items()}
-                found |= {f"{call}{name}": value for name, value in outputs.items()}
+                    given = (part if one.method == "forward" else getattr(part, one.method))(**arguments, **cached)
+                memory = getattr(given, self.cache, None)
+                for name, output in named_tensors(given):
+                    found[call + name] = _counted(output, one.counted)
+                for name, value in arguments.items():
+                    if isinstance(value, torch.Tensor):
+                        found[f"{call}{name} after the call"] = value
             return found | _gradients(model, found) if self.learns else found
-
-    def _outputs(self, part: nn.Module, arguments: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        call: Any = part if self.method == "forward" else getattr(part, self.method)
-        if not self.chunks:
-            for name, output in named_tensors(call(**arguments)):
-                yield name, _counted(output, self.counted)
-            return
-        memory, ids = None, _sequence(arguments)
-        for start, stop in pairwise(accumulate(self.chunks, initial=0)):
-            here = {name: value for name, value in arguments.items() if name not in (ids, "position_ids")}
-            for name in {ids, "position_ids"} & arguments.keys():
-                here[name] = arguments[name][:, start:stop]
-            if ids == "input_ids" and "attention_mask" in here:
-                here["attention_mask"] = here["attention_mask"][:, :stop]
-            result = call(**here, **{self.cache: memory})
-            memory = getattr(result, self.cache)
-            mask = None if self.counted is None else self.counted[:, start:stop]
-            yield f"logits of tokens {start + 1} to {stop}", _counted(result.logits, mask)
-
-
-def _sequence(arguments: dict[str, Any]) -> str:
-    """The argument whose tokens are cached."""
-    return "decoder_input_ids" if "decoder_input_ids" in arguments else "input_ids"
 
 
 def _counted(output: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -39,14 +39,26 @@ def text_passes(model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Pass]
     limit, cache = len(rows[0]), cache_argument(model)
     decoder, positioned, masked = (name in taken for name in ("decoder_input_ids", "position_ids", "attention_mask"))
 
-    def text(title: str, ids: torch.Tensor, mask: Any = None, chunks: tuple[int, ...] = (), **more: Any) -> Pass:
+    def text(title: str, ids: torch.Tensor, mask: Any = None, **more: Any) -> Pass:
         arguments = {"input_ids": ids} | ({} if mask is None else {"attention_mask": mask})
         if decoder:
             arguments["decoder_input_ids"] = ids
         if "use_cache" in taken:
-            arguments["use_cache"] = bool(chunks)
-        counted = None if decoder or mask is None else mask.bool()
-        return Pass("forward", arguments | more, title=title, counted=counted, chunks=chunks, cache=cache or "")
+            arguments["use_cache"] = False
+        counted = None if decoder or mask is None else mask.bool()[:, -ids.shape[1] :]
+        return Pass("forward", arguments | more, title=title, counted=counted)
+
+    def pieces(title: str, ids: torch.Tensor, sizes: tuple[int, ...], mask: Any = None) -> Pass:
+        cached: dict[str, Any] = {"use_cache": True} if "use_cache" in taken else {}
+        cached |= {"input_ids": ids} if decoder else {}
+        stops = [stop for stop in accumulate(sizes, initial=0) if stop <= limit]
+        calls = [
+            text(
+                f"tokens {start + 1} to {stop}", ids[:, start:stop], None if mask is None else mask[:, :stop], **cached
+            )
+            for start, stop in pairwise(stops)
+        ]
+        return Pass("forward", {}, title=title, calls=tuple(calls), cache=cache or "")
 
     first = torch.tensor(rows[:1])
     short = text("a short row", first[:, :SHORT])
@@ -79,10 +91,10 @@ def text_passes(model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Pass]
         yield text(f"a batch of {count}", ids[:, :limit])
     yield replace(short, title="calls one after another", calls=tuple(in_a_row))
     if cache is not None and model.can_generate():
-        yield text(STEPS, first[:, : sum(_STEPS)], chunks=_within(_STEPS, limit))
+        yield pieces(STEPS, first, _STEPS)
         sizes = [min(sum(_CHUNKS), limit), min(sum(_CHUNKS), limit) - 5]
         ids, mask = _padded(batch(rows, sizes), sizes, model.config, left=True)
-        yield text(CHUNKS, ids, mask if masked and not decoder else None, chunks=_within(_CHUNKS, limit))
+        yield pieces(CHUNKS, ids, _CHUNKS, mask if masked and not decoder else None)
 
 
 def batch(rows: list[list[int]], sizes: list[int]) -> torch.Tensor:
@@ -99,10 +111,6 @@ def _padded(ids: torch.Tensor, sizes: list[int], config: Any, *, left: bool) -> 
     ends = torch.tensor(sizes)[:, None]
     mask = (places >= ids.shape[1] - ends) if left else (places < ends)
     return ids.masked_fill(~mask, max(pad, 0) if isinstance(pad, int) else 0), mask.long()
-
-
-def _within(chunks: tuple[int, ...], limit: int) -> tuple[int, ...]:
-    return tuple(size for size, stop in zip(chunks, accumulate(chunks), strict=True) if stop <= limit)
 
 
 def token_rows(stock: PreTrainedModel, processor: Any, seed: int) -> list[list[int]]:

@@ -32,8 +32,30 @@ from patcher.verification.sides import Side, side_of
 HEADS = ("stage", "", "measured", "allowed", "seconds", "")
 
 
+class Judged(Shown):
+    """What has passed or failed."""
+
+    _also = ("passed", "failures")
+
+    def _wrong(self) -> str:
+        """All that is wrong, "" if nothing is."""
+        raise NotImplementedError
+
+    def raise_on_failure(self) -> None:
+        """Raise if something is wrong.
+
+        Raises:
+            VerificationError: with all that is.
+        """
+        if text := self._wrong():
+            raise VerificationError(text)
+
+    def _verdict(self) -> Cell:
+        return Cell("FAILED", "bad") if self._wrong() else Cell("PASSED", "good")
+
+
 @dataclass(frozen=True)
-class Verification(Shown):
+class Verification(Judged):
     """What `patcher.verify` found, or `patcher.compare`.
 
     Attributes:
@@ -60,8 +82,6 @@ class Verification(Shown):
     seconds: float = field(default=0.0, compare=False)
     guilty: Guilty | None = None
 
-    _also = ("passed", "failures")
-
     @property
     def passed(self) -> bool:
         """Whether nothing is wrong."""
@@ -86,18 +106,10 @@ class Verification(Shown):
                 named.add(where)
         return found
 
-    def raise_on_failure(self) -> None:
-        """Raise if something is wrong.
-
-        Raises:
-            VerificationError: with what is wrong at each stage.
-        """
-        if not self.passed:
-            raise VerificationError(
-                f"{self.model} under {self.patcher} differs from stock:\n  "
-                + "\n  ".join(self.failures)
-                + (f"\nThe cause is {self.guilty}." if self.guilty else "")
-            )
+    def _wrong(self) -> str:
+        cause = f"\nThe cause is {self.guilty}." if self.guilty else ""
+        text = f"{self.model} under {self.patcher} differs from stock:\n  " + "\n  ".join(self.failures) + cause
+        return "" if self.passed else text
 
     def _headline(self) -> str:
         verdict = "the same as stock" if self.passed else "NOT the same as stock"
@@ -105,9 +117,6 @@ class Verification(Shown):
         counts += [(self.calling, "with calls of replaced functions")] if self.calling else []
         modules = ", ".join(f"{numbered(count, 'module')} {what}" for count, what in counts)
         return f"{self.model}: {modules}, {verdict} ({self.dtype}, {self.checkpoint}, {self.seconds:.1f} s)"
-
-    def _verdict(self) -> Cell:
-        return Cell("PASSED", "good") if self.passed else Cell("FAILED", "bad")
 
     def figures(self, stage: str) -> dict[str, float]:
         """What a stage has measured, by name; empty where it wasn't run, or not checked."""

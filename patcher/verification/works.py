@@ -248,4 +248,4 @@ def _texts(model: Any, side: Side, seconds: float, seed: int) -> list[dict[str, 
             length = next((each for each in _LENGTHS if each * by_token <= seconds), _LENGTHS[-1])
             return [of(length if rows == 1 else max(8, length // rows), rows) for rows in BATCHES]
     passes = chosen_passes(model, processed(model, processor))
-    return [one.arguments for one in passes if not one.path and one.method == "forward" and not one.chunks][:1]
+    return [one.arguments for one in passes if not one.path and one.method == "forward"][:1]
