@@ -25,13 +25,14 @@ from patcher.spec.forward_of import ForwardOf
 from patcher.spec.like import Like
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import MAPPINGS, not_a_patcher
+from patcher.verification.comparing import requested
 from patcher.verification.gains import LEAST, Gain, rounds_needed
 from patcher.verification.members import FEW, candidates_of, joined, measured_members, unique
 from patcher.verification.passes import device_of
 from patcher.verification.progress import under_way
 from patcher.verification.rounds import ALL, STOCK, Rounds
 from patcher.verification.sides import side_of
-from patcher.verification.works import parts_to_measure
+from patcher.verification.works import MEASURES
 
 
 @dataclass(frozen=True)
@@ -243,7 +244,7 @@ def benchmark(
         if not isinstance(each, Patcher):
             raise not_a_patcher("benchmark(model, {})", each)
     install()
-    parts = parts_to_measure(None if measures is None else [*measures])
+    parts = requested("measure", MEASURES if measures is None else measures, MEASURES)
     started = time.perf_counter()
     if torch.cuda.is_available():
         options = {"device_map": "cuda"} | options

@@ -27,6 +27,7 @@ from patcher.patterns import compress
 from patcher.spec.patcher import Patcher
 from patcher.verification.comparing import Pair, Reference, Stage, UncheckedError, error_text, requested
 from patcher.verification.inputs import NoInputsError, chosen_passes, processed, processor_of
+from patcher.verification.layers import layer_errors
 from patcher.verification.modules import HALVES, eager, precision_stage
 from patcher.verification.numerics import Difference, differences
 from patcher.verification.passes import Pass, fitted
@@ -219,7 +220,8 @@ class Run:
             text = f"no input that was tried reaches {', '.join(compress(missed))}, so it wasn't compared"
             return replace(stage, passed=False, message=text)
         for run in self._passes("a short row")[:1] if stage.passed and not self.quick else ():
-            stage = replace(stage, layers=self.pair.by_layer(run, self.tolerance, right=True))
+            layers = layer_errors(self.pair.ours, self.stock, run.results, run.name, self.tolerance, right=True)
+            stage = replace(stage, layers=layers)
         return stage
 
     def _stock_against_stock(self) -> float | None:
@@ -396,5 +398,5 @@ def stages_of(names: Iterable[str] | None, quick: bool) -> dict[str, float]:
     """
     chosen = QUICK if quick else tuple(name for name in CHECKS if name != "weights")
     if names is not None:
-        chosen = requested("stage", ["load", *([names] if isinstance(names, str) else names)], CHECKS)
+        chosen = ("load", *(name for name in requested("stage", names, CHECKS) if name != "load"))
     return {name: CHECKS[name].share for name in chosen}

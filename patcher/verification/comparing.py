@@ -65,13 +65,13 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def requested(what: str, names: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
-    """Those of the known names that are requested, in their order.
+def requested(what: str, names: Iterable[str] | str, known: Iterable[str]) -> tuple[str, ...]:
+    """Those of the known names that are requested, in their order: one, or several.
 
     Raises:
         InvalidPatcherError: one isn't known.
     """
-    wanted = set(names)
+    wanted = {names} if isinstance(names, str) else {*names}
     for name in sorted(wanted.difference(known)):
         hint = did_you_mean(name, known, f"they are {', '.join(known)}.")
         raise InvalidPatcherError(f"{what}s={name!r}: there is no such {what}; {hint}")
@@ -178,7 +178,8 @@ class Pair:
             elif text:
                 self.failing = reference
                 if gap.scale and gap.where:  # outputs, not gradients
-                    layers = self.by_layer(replace(reference.run, learns=False), tolerance, prefix=prefix)
+                    run = replace(reference.run, learns=False)
+                    layers = layer_errors(self.ours, self.stock, run.results, prefix + run.name, tolerance)
                     text += f"; {self.blame(layers.begins)}"
                 message = f"on {prefix}{reference.run.name} {text}"
         if not gaps:
@@ -216,14 +217,6 @@ class Pair:
         allowed = GRADIENTS * tolerance
         wrong = [key for key, gap in gaps.items() if not gap.absolute <= allowed * (max(gap.scale, typical) or 1.0)]
         return max(gaps.values()), f"they differ for {', '.join(compress(wrong))}" if wrong else "", mine
-
-    def by_layer(self, run: Pass, tolerance: float, *, prefix: str = "", right: bool = False) -> LayerErrors:
-        """How far each layer is from stock's.
-
-        Args:
-            right: the outputs are the same, so nothing begins.
-        """
-        return layer_errors(self.ours, self.stock, run.results, prefix + run.name, tolerance, right=right)
 
     def compare_weights(
         self, name: str, expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -129,23 +130,11 @@ def guilty_of(run: Run, patcher: Patcher, stages: Sequence[Stage]) -> Guilty | N
     last = next((each for each in _owners(run, members, layer) if fails([each])), None)
     alone = last is not None
     if last is None:
-        last = members[_first_failing(members, fails) - 1]
+        last = members[bisect_left(range(1, len(members)), True, key=lambda count: fails(members[:count]))]
         alone = fails([last])
         if not alone and fails([each for each in members if each is not last]):
             return None
     return Guilty(repr(last), alone, layer)
-
-
-def _first_failing(members: Sequence[Patcher], fails: Fails) -> int:
-    """How many of the first ones fail, where all of them do and none doesn't."""
-    passing, failing = 0, len(members)
-    while failing - passing > 1:
-        middle = (passing + failing) // 2
-        if fails(members[:middle]):
-            failing = middle
-        else:
-            passing = middle
-    return failing
 
 
 def _owners(run: Run, members: Sequence[Patcher], layer: str | None) -> Iterator[Patcher]:

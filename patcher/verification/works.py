@@ -15,7 +15,7 @@ import torch
 
 from patcher.compat.models import cache_argument
 from patcher.errors import InvalidPatcherError
-from patcher.verification.comparing import error_text, requested
+from patcher.verification.comparing import error_text
 from patcher.verification.inputs import chosen_passes, processed, processor_of
 from patcher.verification.numerics import floating_tensors
 from patcher.verification.passes import device_of, fitted, parameters_of
@@ -145,16 +145,6 @@ def _held(kind: str, *, at_most: bool = False) -> float | None:
         found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text()) if kind == "cpu" else None
         return 1024.0 * int(found[1]) if found else None
     return None
-
-
-def parts_to_measure(measures: Sequence[str] | str | None) -> tuple[str, ...]:
-    """What is measured, in order.
-
-    Raises:
-        InvalidPatcherError: there is no such measure.
-    """
-    names = MEASURES if measures is None else [measures] if isinstance(measures, str) else measures
-    return requested("measure", names, MEASURES)
 
 
 def works_of(model: Any, side: Side, inputs: Any, parts: Sequence[str], seconds: float, seed: int) -> list[Work]:
