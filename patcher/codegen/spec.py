@@ -143,6 +143,8 @@ class PatchSpec:
         self.undecorated: dict[tuple[str, str], Location] = {}  # of (definition, decorator)
         #: class -> the name that it gets; the one that it has stays another name for it
         self.renamed: dict[str, str] = {}
+        #: class -> a helper that it inherits from as well
+        self.bases: dict[str, str] = {}
         #: the originals of classes that were written anew, beside them
         self.derived: list[str] = []
         #: statements behind the definitions
@@ -188,7 +190,7 @@ class PatchSpec:
     def changes(self) -> bool:
         """Whether the file is anything but the original below a header."""
         parts = (self.patches, self.imports, self.helpers, self.blocks, self.dropped, self.excluded, self.undecorated)
-        return any((*parts, self.renamed, self.endings))
+        return any((*parts, self.renamed, self.bases, self.endings))
 
 
 def _fill(mine: Any, given: Any) -> None:

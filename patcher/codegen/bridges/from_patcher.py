@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -75,7 +74,7 @@ def describe_patcher(
             _replace(described, name, cls, dependencies, why)
     modules = dict(named_modules(description.stock))
     refused = resolution.refused if resolution is not None else {}
-    layers = FusedLayers(described, description.text, modules, refused, dependencies.helper)
+    layers = FusedLayers(described, description.text, modules, refused, dependencies.define)
     changed = {path for path, module in modules.items() if type(module).__name__ in replaced}
     changed |= {*resolution.fused} if resolution is not None else set()
     for path in sorted(changed):
@@ -197,7 +196,7 @@ class _Description(NamedTuple):
                     "sequential_experts"
                 )
         for cls, fused in others.items():
-            layers.replace(cls, fused, partial(dependencies.operation, call=f"from_patcher(), for {cls.__name__},"))
+            layers.replace(cls, fused)
         return layouts
 
     def _check_home(self, path: str, original: type[nn.Module]) -> None:

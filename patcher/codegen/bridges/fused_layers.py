@@ -132,7 +132,7 @@ class FusedLayers:
     text: ModuleText
     modules: Mapping[str, nn.Module]
     refused: Mapping[str, str]
-    bring: Callable[[Any], None]
+    bring: Callable[[Any, str], None]
     #: method -> its edits, each once
     _edits: dict[tuple[type, str], dict[Edit, None]] = field(default_factory=dict)
 
@@ -204,13 +204,11 @@ class FusedLayers:
             if type(module) is original and place not in fused:
                 raise self._not_apart(place, next(iter(fused)))
 
-    def replace(self, cls: Any, fused: Mapping[str, Any], bring: Callable[[Any], None]) -> None:
+    def replace(self, cls: Any, fused: Mapping[str, Any]) -> None:
         """Have modules of a class with a `from_module` be built in the place of others."""
         name = cls.__name__
-        if cls is LinearPatchEmbedding:
-            self.bring(standing_alone.LinearPatchEmbedding)
-        else:
-            bring(cls)
+        used = standing_alone.LinearPatchEmbedding if cls is LinearPatchEmbedding else cls
+        self.bring(used, f"from_patcher(), for {name}")
 
         def change(call: ast.expr, chosen: Any) -> list[Edit]:
             assert isinstance(call, ast.Call)  # no variable of modeling code holds a class of torch
@@ -284,19 +282,19 @@ class FusedLayers:
         rewritten = [wrapped(code, self.text.text.text) for code in cls._rewritten.values()]
         compares_inputs = any("self.shared_input()" in code for code in rewritten)
         if compares_inputs or any("super()." in code for code in rewritten) or self._is_used(original, cls):
-            self.bring(standing_alone.JoinedPart)
+            self.bring(standing_alone.JoinedPart, "from_patcher()")
             for number, name in enumerate(joined.projections):
                 start = f"sum(self.{joined.sizes}[:{number}])" if number else "0"
                 arguments = f"self.{joined.name}, {start}, self.{joined.sizes}[{number}]"
                 arguments += f", self.{name}_bias" if name in joined.biased else ""
                 members.append(wrapped(f"@property\ndef {name}(self):\n    return JoinedPart({arguments})\n"))
         if compares_inputs:
-            self.bring(standing_alone.SharedInput)
+            self.bring(standing_alone.SharedInput, "from_patcher()")
             listed = ", ".join(f'"{name}"' for name in joined.projections)
             call = f'SharedInput(self, [{listed}], "{joined.name}")'
             members.append(wrapped(f"def shared_input(self):\n    return {call}\n"))
         if any("self.are_values(" in code for code in rewritten):
-            self.bring(standing_alone.are_values)
+            self.bring(standing_alone.are_values, "from_patcher()")
             members.append("def are_values(self, *given):\n    return are_values(given)\n")
         doc = str(cls.__doc__).split(". Rewritten")[0] + "."
         return self._decorators(original) + class_text(new, original.__name__, doc, [*members, *rewritten])
@@ -395,7 +393,7 @@ class FusedLayers:
         found = self.text.method(original, "__init__")
         if not self.text.own(original) or found is None or found[0] is not original:
             raise self._unread(original)
-        self.bring(standing_alone.ListedExperts)
+        self.bring(standing_alone.ListedExperts, "from_patcher()")
         node, init = self.text.classes[original.__name__], found[1]
         layouts = cls.stacks(module)
         members, attributes = dict(cls._rewritten), []
