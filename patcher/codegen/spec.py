@@ -152,8 +152,8 @@ class PatchSpec:
         #: the Patcher that it was made from, and the patches that do what that does
         self.runtime: Any = None
         self.of_runtime: tuple[Patch, ...] = ()
-        #: whether transformers converts checkpoints of the file's models as those of its own; None where it may
-        self.converts_as_stock: bool | None = None
+        #: whether checkpoints of the file's models are converted by what it registers alone
+        self.converts_itself = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.source_module!r}, {self.target_file!r}, {len(self.patches)} patches)"

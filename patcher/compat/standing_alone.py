@@ -110,28 +110,6 @@ class ExpertsConverter(WeightConverter):
         return renamed.replace("*", "0"), pattern
 
 
-class Through(ConversionOps):
-    """Operations of the original, which make `parts` of a checkpoint's tensors, and then those of this file."""
-
-    supports_many_to_many = True
-
-    def __init__(self, first, parts, then):
-        self.first, self.parts, self.then = first, parts, then
-
-    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name="", **kwargs):
-        stages = (self.first, source_patterns, self.parts), (self.then, self.parts, target_patterns)
-        for operations, sources, targets in stages:
-            kwargs["full_layer_name"] = full_layer_name.replace(target_patterns[0], targets[0])
-            for each in operations:
-                input_dict = each.convert(input_dict, source_patterns=sources, target_patterns=targets, **kwargs)
-        return input_dict
-
-    @property
-    def reverse_op(self):
-        first, then = ([each.reverse_op for each in reversed(stage)] for stage in (self.then, self.first))
-        return Through(first, self.parts, then)
-
-
 def converted(model, state_dict, conversions, renamed_first):
     """A state dict after conversions: renamings, then one converter at most, or the other way round."""
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]

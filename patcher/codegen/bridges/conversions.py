@@ -30,7 +30,14 @@ from transformers.core_model_loading import (
 from patcher.codegen.bridges.dependencies import Dependencies
 from patcher.codegen.bridges.fused_layers import ModuleText, wrapped
 from patcher.compat import standing_alone
-from patcher.compat.conversions import conversions_under, source_patterns, stock_key, target_patterns
+from patcher.compat.conversions import (
+    conversions_under,
+    copy_transform,
+    key_renamer,
+    source_patterns,
+    stock_key,
+    target_patterns,
+)
 from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.layouts import Flatten, Layout, Rows
 from patcher.layouts.selection import select_conversions
@@ -44,6 +51,8 @@ if TYPE_CHECKING:
 
 #: of the operation that turns stacks of experts where a checkpoint has them the other way round
 CHECKED_TRANSPOSE = {"dim0": 1, "dim1": 2, "check_dims": True}
+#: what files have of their own, without types: its text is for their readers
+IN_FILES: Any = standing_alone
 #: operations that make parameters of the original of tensors that a fused layer has as they are
 UNDONE = ([Chunk], [MergeModulelist], [MergeModulelist, Concatenate])
 
@@ -97,8 +106,8 @@ class OwnConversions:
         statements = []
         for name, items in registered.items():
             self.described.renamed[name] = own_name + name
-            listed = "".join(f"{item},\n" for item in items)
-            call = f'register_checkpoint_conversion_mapping(\n    "{own_name}{name}",\n    [\n{listed}    ],\n'
+            lines = "".join(f"{item},\n" for item in items)
+            call = f'register_checkpoint_conversion_mapping(\n    "{own_name}{name}",\n    [\n{lines}    ],\n'
             statements.append(f"{call}    overwrite=True,\n)")
         self.described.add_import("transformers.conversion_mapping", names=["register_checkpoint_conversion_mapping"])
         if dropped := list(self.patcher.dropped_weights):
@@ -160,7 +169,7 @@ class OwnConversions:
         keys = {path: stock_key(model) for path, model in models.items()}
         own = {type(models[path]) for path in owners}
         taken = {keys[path] for path in owners} - {"", *(each.__name__ for each in own)}
-        self.described.converts_as_stock = not taken
+        self.described.converts_itself = bool(taken)
         for path, model in models.items():
             others = keys[path] and keys[path] not in taken and type(model) not in own
             if taken and others and self.text.own(type(model)):
@@ -176,7 +185,7 @@ class OwnConversions:
         self.dependencies.constants(
             constants, "the models here have names of their own, by which transformers finds their conversions"
         )
-        base = standing_alone.ConvertedCheckpoints if keys else standing_alone.OriginalCheckpoints
+        base = IN_FILES.ConvertedCheckpoints if keys else IN_FILES.OriginalCheckpoints
         self.dependencies.define(base, "from_patcher()")
         replaced = {patch.target for patch in self.described.patches}
         for name in self._first_models():
@@ -211,6 +220,7 @@ class OwnConversions:
         model: Any = self.modules[at]
         stock = conversions_under(stock_key(model))
         known = select_conversions(stock, [self.patcher]).kept
+        self._check_scope(at, known)
         kept, own = dict.fromkeys(known), list[WeightTransform]()
         for path, listed in layouts.items():
             own += self._of_layouts(path.removeprefix(inside(at)), listed, known, kept)
@@ -221,6 +231,25 @@ class OwnConversions:
         else:
             items = [self._text(each) for each in kept]
         return [*items, *dict.fromkeys({identity(each): self._text(each) for each in own}.values())]
+
+    def _check_scope(self, at: str, known: Sequence[WeightTransform]) -> None:
+        """Raise where conversions of the whole model would name things otherwise as those of a part of it."""
+        root: Any = self.modules[""]
+        model: Any = self.modules[at]
+        if not at or stock_key(root) != stock_key(model):
+            return
+        whole = [each.reverse_transform() for each in reversed(known) if isinstance(each, WeightRenaming)]
+        part = list(map(copy_transform, whole))
+        for each in part:
+            each.base_model_prefix = root.base_model_prefix
+            each.scope_prefix = at.removeprefix(root.base_model_prefix).removeprefix(".")
+        in_whole, in_part = key_renamer(whole), key_renamer(part)
+        for key in root.state_dict():
+            if in_whole(key)[0] != in_part(key)[0]:
+                raise self.described.refusal(
+                    f"transformers has conversions for the names of the whole model, by which {key} is "
+                    f"{in_whole(key)[0]} in a checkpoint, and a file has those for names in {at} only"
+                )
 
     def _unanchored(self, transform: WeightTransform, at: str) -> WeightTransform:
         """A conversion without the group in front of its patterns, which only renamings write back."""
@@ -246,31 +275,41 @@ class OwnConversions:
         """The conversions of a module; those of transformers that they take the place of are taken out of `kept`."""
         prefix = re.sub(r"^.*\b\d+(\.|$)", "", path)
         name = inside(prefix).__add__
-        partial = any(isinstance(each, Rows) and len(each.stock) == 1 and "." not in each.fused[0] for each in layouts)
-        for layout in layouts:
-            taking = [each for each in known if _takes(each, [f"{path}.{stock}" for stock in layout.stock])]
+        takers = [
+            [each for each in known if _takes(each, [f"{path}.{stock}" for stock in layout.stock])]
+            for layout in layouts
+        ]
+        joined = [
+            each for layout, taking in zip(layouts, takers, strict=True) if isinstance(layout, Rows) for each in taking
+        ]
+        # Otherwise the patterns of weights take the biases as well.
+        apart = any(target.endswith(".weight") for each in joined for target in target_patterns(each))
+        apart |= any(isinstance(each, Rows) and len(each.stock) == 1 and "." not in each.fused[0] for each in layouts)
+        for layout, taking in zip(layouts, takers, strict=True):
             either = [vars(op) for each in taking for op in each.operations] == [CHECKED_TRANSPOSE]
             if either and isinstance(layout, Matrices) and not layout.transposed:
                 kept.pop(taking.pop(), None)
-            if partial or not layout.stock[0].endswith(".bias"):  # the pattern of the weights takes these as well
-                own = self._of_layout(layout, name, partial=partial, either=either)
+            if apart or not layout.stock[0].endswith(".bias"):
+                own = self._of_layout(layout, name, apart=apart, either=either)
                 yield from self._after(taking, own, layout, path, kept) if taking else [own]
 
-    def _of_layout(self, layout: Layout, name: Any, *, partial: bool, either: bool) -> WeightTransform:
+    def _of_layout(self, layout: Layout, name: Any, *, apart: bool, either: bool) -> WeightTransform:
         stock = layout.stock[0]
         if type(layout) is Rows and len(layout.stock) == 1:
             return WeightRenaming(name(stock), name(layout.fused[0]))
         if type(layout) is Rows:
-            end = "" if partial else ".weight"
+            end = "" if apart else ".weight"
             parts, joined = ([name(each.removesuffix(end)) for each in part] for part in (layout.stock, layout.fused))
-            return WeightConverter(parts, joined, [standing_alone.JoinRows()])
+            return WeightConverter(parts, joined, [IN_FILES.JoinRows()])
         if type(layout) is Flatten:
-            return WeightConverter(name(stock), name(layout.fused[0]), [standing_alone.FlattenKernel()])
+            return WeightConverter(name(stock), name(layout.fused[0]), [IN_FILES.FlattenKernel()])
         if isinstance(layout, Matrices):
             how = {"transposed": layout.transposed, "interleaved": layout.interleaved, "either": either}
-            operation = vars(standing_alone)["SplitExperts"](**how)
+            operation = IN_FILES.SplitExperts(**how)
             stack = name(stock) + ("" if stock.endswith("_bias") else "(?!_)")
-            return standing_alone.ExpertsConverter(stack, [name(f"*.{each}") for each in layout.layers], [operation])
+            layers = [name(f"*.{each}") for each in layout.layers]
+            made: WeightTransform = IN_FILES.ExpertsConverter(stack, layers, [operation])
+            return made
         raise self.described.refusal(
             f"{name('')[:-1]} has the layout {layout}, and a file that needs no patcher has operations for joined "
             "rows, kernels and experts only"
@@ -279,25 +318,25 @@ class OwnConversions:
     def _after(
         self, taking: Sequence[Any], own: Any, layout: Layout, path: str, kept: dict[Any, None]
     ) -> Iterable[WeightTransform]:
-        """A conversion of parameters that transformers makes of others, as one with what makes them."""
+        """What is left of a conversion by which transformers makes what is fused: the layer has what it is made of."""
         stock, sources, targets = taking[0], source_patterns(taking[0]), target_patterns(taking[0])
-        parts, made = [each.replace("\\", "").removeprefix("^") for each in targets], target_patterns(own)
-        is_plain, fits = True, parts == source_patterns(own)
+        parts = [each.replace("\\", "").removeprefix("^") for each in targets]
+        made, fits = target_patterns(own), parts == source_patterns(own)
         if isinstance(layout, Matrices):
-            is_plain, fits = not layout.transposed and not layout.interleaved, len(targets) == 1
+            fits = len(targets) == 1 and not layout.transposed and not layout.interleaved
             made = [f"{targets[0].removesuffix(layout.stock[0])}*.{layer}" for layer in layout.layers]
-        if len(taking) > 1 or not fits or isinstance(own, WeightRenaming) or any(map(_sees_model, stock.operations)):
+        undone = list(map(type, stock.operations)) in UNDONE and len(sources) == len(made)
+        if len(taking) > 1 or not fits or not undone:
             raise self.described.refusal(
                 f"transformers has a conversion for parameters of {path}, {describe(stock)}, which a file can't write "
                 "as one with the fusion"
             )
         kept.pop(stock, None)
-        if is_plain and list(map(type, stock.operations)) in UNDONE and len(sources) == len(made):
-            for source, new in zip(sources, made, strict=True):
-                if source != new:
-                    yield WeightRenaming(source.replace("*", r"(\d+)"), new.replace("*", r"\1"))
-        else:
-            yield type(own)(sources, made, [standing_alone.Through(stock.operations, parts, own.operations)])
+        for source, new in zip(sources, made, strict=True):
+            if source != new:
+                yield WeightRenaming(source.replace("*", r"(\d+)"), new.replace("*", r"\1"))
+
+    # -- as text --------------------------------------------------------------------------------------------------
 
     def _text(self, transform: WeightTransform) -> str:
         """A conversion as the text that makes it, checked by evaluating it again; the file imports what it names."""
@@ -345,11 +384,6 @@ def _takes(transform: Any, keys: Iterable[str]) -> bool:
     """Whether a conversion makes some of these parameters of others."""
     patterns = target_patterns(transform) if isinstance(transform, WeightConverter) else ()
     return any(re.search(rf"{pattern}(?!\w)", key) for pattern in patterns for key in keys)
-
-
-def _sees_model(operation: ConversionOps) -> bool:
-    """Whether an operation looks at the parameters of the model, which are others in a file."""
-    return re.search(r"\bmodel\b", inspect.getsource(type(operation).convert)) is not None
 
 
 def text_of(value: str) -> str:

@@ -90,7 +90,6 @@ def describe_patcher(
     brought = (transform for cls in patcher.class_mapping.values() for transform in conversions_of(cls))
     converted = (*transforms, *patcher.extra_weight_conversions, *brought)
     declared = (*patcher.filtered_weight_conversion_patterns, *patcher.new_weights, *patcher.dropped_weights)
-    described.converts_as_stock = True
     if layouts or converted or declared:
         OwnConversions(described, description.text, modules, patcher, dependencies).write(layouts, converted)
     described.runtime, described.of_runtime = patcher, tuple(described.patches)

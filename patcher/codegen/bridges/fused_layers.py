@@ -112,8 +112,9 @@ def wrapped(code: str, known: str = "") -> str:
 
 
 def _arguments(text: str) -> list[str]:
-    call: Any = ast.parse(f"f({text})").body[0]
-    return [ast.unparse(each) for each in (*call.value.args, *call.value.keywords)]
+    source = Text(f"f({text})")
+    call: Any = source.tree.body[0]
+    return [source.code(each) for each in (*call.value.args, *call.value.keywords)]
 
 
 @dataclass
