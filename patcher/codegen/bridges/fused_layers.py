@@ -199,12 +199,6 @@ class FusedLayers:
             f"{self.described.source_module} builds those that are, and no others"
         )
 
-    def check_all(self, original: type, fused: Mapping[str, Any]) -> None:
-        """Raise a CodegenError if some objects of a class stay as they are."""
-        for place, module in self.modules.items():
-            if type(module) is original and place not in fused:
-                raise self._not_apart(place, next(iter(fused)))
-
     def replace(self, cls: Any, fused: Mapping[str, Any]) -> None:
         """Have modules of a class with a `from_module` be built in the place of others."""
         name = cls.__name__
@@ -389,8 +383,12 @@ class FusedLayers:
                     return True
         return False
 
-    def experts(self, original: type[nn.Module], cls: type[LinearExperts], module: nn.Module) -> None:
+    def experts(self, original: type[nn.Module], cls: type[LinearExperts], fused: Mapping[str, Any]) -> None:
         """Write a class of experts that are layers, in the place of one of stacks."""
+        for place, other in self.modules.items():
+            if type(other) is original and place not in fused:
+                raise self._not_apart(place, next(iter(fused)))
+        module = self.modules[next(iter(fused))]
         found = self.text.method(original, "__init__")
         if not self.text.own(original) or found is None or found[0] is not original:
             raise self._unread(original)
@@ -463,29 +461,18 @@ class FusedLayers:
         return [*edits, removed._replace(text="".join(f"{indent}{line}\n" for line in lines))]
 
     def _uninitialised(self, original: type) -> None:
-        """Take the branches out of `_init_weights` that initialise stacks, of which there are none."""
-        text = self.text.text
+        """Have `_init_weights` leave out what initialises stacks, of which there are none."""
         for cls in map(vars(self.text.module).get, self.text.classes):
             found = self.text.method(cls, "_init_weights") if isinstance(cls, type) and self.text.own(cls) else None
-            if found is None:
-                continue
-            for node in ast.walk(found[1]):
-                if not isinstance(node, ast.If) or not isinstance(node.test, ast.Call):
+            for node in ast.walk(found[1]) if found is not None else ():
+                test: Any = node.test if isinstance(node, ast.If) else None
+                if not isinstance(test, ast.Call) or ast.unparse(test.func) != "isinstance" or found is None:
                     continue
-                if ast.unparse(node.test.func) != "isinstance" or self.text.value(node.test.args[1]) is not original:
-                    continue
-                following = node.orelse[0] if len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If) else None
-                start = text.span(node)[0]
-                is_first = text.text.startswith("if", start)
-                if following is not None:
-                    at = text.span(following)[0]
-                    is_elif = text.text.startswith("elif", at)
-                    edit = Edit(start, at + (2 if is_first and is_elif else 0), "")
-                elif not node.orelse:
-                    edit = self.text.whole_lines(node)
-                else:
-                    continue
-                self.edit(found[0], "_init_weights", edit)
+                if self.text.value(test.args[1]) is original:
+                    start, end = self.text.text.span(node.body[0])[0], self.text.text.span(node.body[-1])[1]  # type: ignore[attr-defined]
+                    self.edit(
+                        found[0], "_init_weights", Edit(start, end, "pass  # its layers are initialised as others")
+                    )
 
     # -- written --------------------------------------------------------------------------------------------------
 
