@@ -91,7 +91,8 @@ class OwnConversions:
         for path, listed in layouts.items():
             owned.setdefault(self._owner(path, listed), {})[path] = listed
         if not owned and (extra or self.patcher.filtered_weight_conversion_patterns):
-            owned[self._outermost()] = {}
+            prefix = str(self.modules[""].base_model_prefix)
+            owned[prefix if prefix in self.modules and self.text.own(type(self.modules[prefix])) else ""] = {}
         found = {at: self._conversions(at, inner, extra) for at, inner in owned.items()}
         own_name = self._own_name(found)
         registered: dict[str, list[str]] = {}
@@ -142,13 +143,6 @@ class OwnConversions:
         inner = [at for at in converting if at] or [at for at in around if at and converting]
         return inner[0] if inner else around[-1]
 
-    def _outermost(self) -> str:
-        """The model in a model with a head, or that model."""
-        root: Any = self.modules[""]
-        prefix = root.base_model_prefix
-        inner = self.modules.get(prefix) if prefix else None
-        return prefix if inner is not None and self.text.own(type(inner)) else ""
-
     def _first_models(self) -> list[str]:
         """The classes of the module that inherit from `PreTrainedModel` through none of its classes."""
         own = [cls for name in self.text.classes if isinstance(cls := vars(self.text.module).get(name), type)]
@@ -165,17 +159,16 @@ class OwnConversions:
 
     def _keep_stock(self, owners: Sequence[str]) -> None:
         """Have the other models find the conversions that transformers has for them, or none."""
-        models = self._models()
-        keys = {path: stock_key(model) for path, model in models.items()}
-        own = {type(models[path]) for path in owners}
+        keys = {path: stock_key(model) for path, model in self._models().items()}
+        own = {type(self.modules[path]) for path in owners}
         taken = {keys[path] for path in owners} - {"", *(each.__name__ for each in own)}
         self.described.converts_itself = bool(taken)
-        for path, model in models.items():
-            others = keys[path] and keys[path] not in taken and type(model) not in own
-            if taken and others and self.text.own(type(model)):
+        for path, key in keys.items() if taken else ():
+            cls = type(self.modules[path])
+            if key and key not in taken and cls not in own and self.text.own(cls):
                 raise self.described.refusal(
-                    f"transformers converts checkpoints of {path or 'the model'}, a {type(model).__name__}, by "
-                    f"{keys[path]!r}, and those of a part of it by {sorted(taken)}: a file can't have both"
+                    f"transformers converts checkpoints of {path or 'the model'}, a {cls.__name__}, by {key!r}, and "
+                    f"those of a part of it by {sorted(taken)}: a file can't have both"
                 )
 
     def _read_and_write(self, own_name: str) -> None:
@@ -275,23 +268,20 @@ class OwnConversions:
         """The conversions of a module; those of transformers that they take the place of are taken out of `kept`."""
         prefix = re.sub(r"^.*\b\d+(\.|$)", "", path)
         name = inside(prefix).__add__
-        takers = [
-            [each for each in known if _takes(each, [f"{path}.{stock}" for stock in layout.stock])]
-            for layout in layouts
-        ]
-        joined = [
-            each for layout, taking in zip(layouts, takers, strict=True) if isinstance(layout, Rows) for each in taking
-        ]
         # Otherwise the patterns of weights take the biases as well.
-        apart = any(target.endswith(".weight") for each in joined for target in target_patterns(each))
-        apart |= any(isinstance(each, Rows) and len(each.stock) == 1 and "." not in each.fused[0] for each in layouts)
-        for layout, taking in zip(layouts, takers, strict=True):
+        apart = any(isinstance(each, Rows) and len(each.stock) == 1 and "." not in each.fused[0] for each in layouts)
+        for layout in layouts if apart else [each for each in layouts if not each.stock[0].endswith(".bias")]:
+            keys = [
+                f"{path}.{each.removesuffix('.weight')}{end}"
+                for each in layout.stock
+                for end in ("", ".weight", ".bias")
+            ]
+            taking = [each for each in known if _takes(each, keys)]
             either = [vars(op) for each in taking for op in each.operations] == [CHECKED_TRANSPOSE]
             if either and isinstance(layout, Matrices) and not layout.transposed:
                 kept.pop(taking.pop(), None)
-            if apart or not layout.stock[0].endswith(".bias"):
-                own = self._of_layout(layout, name, apart=apart, either=either)
-                yield from self._after(taking, own, layout, path, kept) if taking else [own]
+            own = self._of_layout(layout, name, apart=apart, either=either)
+            yield from self._after(taking, own, layout, path, kept) if taking else [own]
 
     def _of_layout(self, layout: Layout, name: Any, *, apart: bool, either: bool) -> WeightTransform:
         stock = layout.stock[0]
@@ -320,8 +310,10 @@ class OwnConversions:
     ) -> Iterable[WeightTransform]:
         """What is left of a conversion by which transformers makes what is fused: the layer has what it is made of."""
         stock, sources, targets = taking[0], source_patterns(taking[0]), target_patterns(taking[0])
-        parts = [each.replace("\\", "").removeprefix("^") for each in targets]
-        made, fits = target_patterns(own), parts == source_patterns(own)
+        made, parts = target_patterns(own), source_patterns(own)
+        if all(each.endswith(".weight") for each in (*sources, *targets)) and not parts[0].endswith(".weight"):
+            sources, targets = ([each.removesuffix(".weight") for each in side] for side in (sources, targets))
+        fits = parts == [each.replace("\\", "").removeprefix("^") for each in targets]
         if isinstance(layout, Matrices):
             fits = len(targets) == 1 and not layout.transposed and not layout.interleaved
             made = [f"{targets[0].removesuffix(layout.stock[0])}*.{layer}" for layer in layout.layers]

@@ -39,14 +39,14 @@ class Dependencies:
     targets: Mapping[Any, str]
     _known: dict[str, Any] = field(default_factory=dict)
 
-    def bring(self, obj: Any, call: str, text: str = "") -> dict[str, str]:
-        """Bring what the source of a class or function needs, or what a text does that is made of it.
+    def bring(self, obj: Any, call: str) -> dict[str, str]:
+        """Bring what the source of a class or function needs.
 
         Returns:
             The names that it has to write differently.
         """
         source, namespace = read_source(obj, call, self.config.where), _namespace(obj)
-        names = free_names(text or dedented(source.text)) - {source.name}
+        names = free_names(dedented(source.text)) - {source.name}
         # The generator reports what is missing, and where.
         known = [name for name in sorted(names & namespace.keys()) if not hasattr(builtins, name)]
         brought = {name: self._bring(name, namespace[name], namespace, source, call) for name in known}

@@ -124,43 +124,32 @@ def _check_names(config: PatchSpec, original: ast.Module, classes: dict[str, ast
     """A class under a new name gets no conversions that transformers has for the name that it inherits from."""
     known = converted()
     before = {node.name for node in top_level(original.body) if isinstance(node, ast.ClassDef)}
-    for name, node in classes.items():
-        if name in before or name in known or name.startswith("Original"):
-            continue
-        waiting = [node]
+    for name in sorted(classes.keys() - before - known):
+        waiting = [] if name.startswith("Original") else [name]
         while waiting:
-            bases = [base.id for base in waiting.pop().bases if isinstance(base, ast.Name)]
-            for base in bases:
-                if base in known:
-                    raise config.error(
-                        f"{name} inherits from {base}, whose checkpoints transformers converts by the name of the "
-                        f"class: it would read them wrongly. Call it {base}, with replace_class({base!r})."
-                    )
-            waiting += [classes[base] for base in bases if base in classes]
+            base = waiting.pop()
+            if base in known:
+                raise config.error(
+                    f"{name} inherits from {base}, whose checkpoints transformers converts by the name of the "
+                    f"class: it would read them wrongly. Call it {base}, with replace_class({base!r})."
+                )
+            waiting += map(ast.unparse, classes[base].bases if base in classes else ())
 
 
-def _initialisers(tree: ast.Module) -> list[ast.FunctionDef]:
-    return [node for node in statements_of(tree, ast.FunctionDef) if node.name == "_init_weights"]
+def _initialising(tree: ast.Module) -> list[ast.Call]:
+    methods = [node for node in statements_of(tree, ast.FunctionDef) if node.name == "_init_weights"]
+    return [part for node in methods for part in ast.walk(node) if isinstance(part, ast.Call)]
 
 
 def _check_initialisation(config: PatchSpec, original: ast.Module, tree: ast.Module) -> None:
     """Of transformers' own classes it initialises loaded weights as well, by functions that leave those alone."""
-    calls = [part for node in _initialisers(original) for part in ast.walk(node) if isinstance(part, ast.Call)]
-    known = set(map(ast.unparse, calls))
-    for node in _initialisers(tree):
-        for part in ast.walk(node):
-            called = part.func if isinstance(part, ast.Call) else None
-            if (
-                not isinstance(called, ast.Attribute)
-                or ast.unparse(part) in known
-                or not called.attr.endswith("_")
-                or called.attr.endswith("__")
-            ):
-                continue
-            owner = ast.unparse(called.value)
-            if owner.rpartition(".")[2] != "init" and not owner.startswith("super("):
-                raise config.error(
-                    f"_init_weights of a patch writes with {owner}.{called.attr}(), also over weights that were "
-                    "loaded. Use a function of transformers.initialization, which leaves those alone, such as "
-                    f"init.normal_({owner.removesuffix('.data')})."
-                )
+    known = set(map(ast.unparse, _initialising(original)))
+    for call in _initialising(tree):
+        owner, _, name = ast.unparse(call.func).rpartition(".")
+        writes = owner and name.endswith("_") and not name.endswith("__") and ast.unparse(call) not in known
+        if writes and owner.rpartition(".")[2] != "init" and not owner.startswith("super("):
+            raise config.error(
+                f"_init_weights of a patch writes with {owner}.{name}(), also over weights that were loaded. Use a "
+                "function of transformers.initialization, which leaves those alone, such as "
+                f"init.normal_({owner.removesuffix('.data')})."
+            )
