@@ -11,8 +11,8 @@ import hashlib
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
 
 import transformers
 from torch import nn
@@ -74,6 +74,8 @@ class OwnConversions:
     modules: Mapping[str, nn.Module]
     patcher: Patcher
     dependencies: Dependencies
+    #: the keys of conversions that the whole model has as well: they change nothing where they run twice
+    _shared: set[str] = field(default_factory=set)
 
     def write(self, layouts: Mapping[str, Sequence[Layout]], extra: Sequence[WeightTransform]) -> None:
         """Register what fused modules need, and what a patcher brings.
@@ -161,7 +163,7 @@ class OwnConversions:
         """Have the other models find the conversions that transformers has for them, or none."""
         keys = {path: stock_key(model) for path, model in self._models().items()}
         own = {type(self.modules[path]) for path in owners}
-        taken = {keys[path] for path in owners} - {"", *(each.__name__ for each in own)}
+        taken = {keys[path] for path in owners} - {"", *(each.__name__ for each in own)} - self._shared
         self.described.converts_itself = bool(taken)
         for path, key in keys.items() if taken else ():
             cls = type(self.modules[path])
@@ -213,36 +215,51 @@ class OwnConversions:
         model: Any = self.modules[at]
         stock = conversions_under(stock_key(model))
         known = select_conversions(stock, [self.patcher]).kept
-        self._check_scope(at, known)
         kept, own = dict.fromkeys(known), list[WeightTransform]()
         for path, listed in layouts.items():
             own += self._of_layouts(path.removeprefix(inside(at)), listed, known, kept)
+        parts = {f"{path}.{name}" for path, listed in layouts.items() for each in listed for name in each.stock}
+        for key in model.state_dict().keys() - {each.removeprefix(inside(at)) for each in parts}:
+            if any(isinstance(each, WeightConverter) and each.compiled_sources.search(key) for each in own):
+                raise self.described.refusal(
+                    f"{inside(at)}{key} has the name of what is fused elsewhere, and transformers tells conversions "
+                    "apart by names"
+                )
         own += [self._unanchored(each, at) for each in extra]
-        if stock and list(map(identity, kept)) == list(map(identity, stock)):
+        is_stock = list(map(identity, kept)) == list(map(identity, stock))
+        otherwise, runs_twice = self._names_of_whole(at, known)
+        if otherwise:
+            if not is_stock or not runs_twice:
+                raise self.described.refusal(
+                    f"transformers has conversions for the whole model, by which {otherwise} has another name in a "
+                    f"checkpoint, and a file has what is left of them for {at} only"
+                )
+            self._shared.add(stock_key(model))
+        if stock and is_stock:
             self.described.add_import("transformers.conversion_mapping", names=["get_checkpoint_conversion_mapping"])
             items = [f'        *get_checkpoint_conversion_mapping("{stock_key(model)}")']
         else:
             items = [self._text(each) for each in kept]
         return [*items, *dict.fromkeys({identity(each): self._text(each) for each in own}.values())]
 
-    def _check_scope(self, at: str, known: Sequence[WeightTransform]) -> None:
-        """Raise where conversions of the whole model would name things otherwise as those of a part of it."""
-        root: Any = self.modules[""]
-        model: Any = self.modules[at]
+    def _names_of_whole(self, at: str, known: Sequence[WeightTransform]) -> tuple[str, bool]:
+        """A name that conversions of the whole model change otherwise than in a part; whether they may run in both."""
+        root, model = cast("Any", self.modules[""]), cast("Any", self.modules[at])
         if not at or stock_key(root) != stock_key(model):
-            return
-        whole = [each.reverse_transform() for each in reversed(known) if isinstance(each, WeightRenaming)]
-        part = list(map(copy_transform, whole))
-        for each in part:
+            return "", True
+        on = [each for each in known if isinstance(each, WeightRenaming)]
+        ways = on, [each.reverse_transform() for each in reversed(on)]
+        parts = [list(map(copy_transform, way)) for way in ways]
+        for each in (*parts[0], *parts[1]):
             each.base_model_prefix = root.base_model_prefix
             each.scope_prefix = at.removeprefix(root.base_model_prefix).removeprefix(".")
-        in_whole, in_part = key_renamer(whole), key_renamer(part)
-        for key in root.state_dict():
-            if in_whole(key)[0] != in_part(key)[0]:
-                raise self.described.refusal(
-                    f"transformers has conversions for the names of the whole model, by which {key} is "
-                    f"{in_whole(key)[0]} in a checkpoint, and a file has those for names in {at} only"
-                )
+        (read, write), (read_part, write_part) = ([key_renamer(each) for each in pair] for pair in (ways, parts))
+        written = {key: write(key)[0] for key in root.state_dict()}
+        runs_twice = all(
+            write(write_part(key)[0])[0] == name and read_part(read(name)[0])[0] == read(name)[0]
+            for key, name in written.items()
+        )
+        return next((key for key, name in written.items() if write_part(key)[0] != name), ""), runs_twice
 
     def _unanchored(self, transform: WeightTransform, at: str) -> WeightTransform:
         """A conversion without the group in front of its patterns, which only renamings write back."""

@@ -106,8 +106,10 @@ def wrapped(code: str, known: str = "") -> str:
             lines.append(line)
             continue
         inner = line[at + 1 : -1]
-        parts = [inner] if len(indent) + len(inner) + 8 <= WIDTH else [f"{part}," for part in _arguments(inner)]
-        lines += [line[: at + 1], *(f"{indent}    {part}" for part in parts), indent + line[-1]]
+        parts = [f"{indent}    {inner}"]
+        if len(parts[0]) + 4 > WIDTH:
+            parts = [f"{wrapped(f'{indent}    {part}', known)}," for part in _arguments(inner)]
+        lines += [line[: at + 1], *parts, indent + line[-1]]
     return "\n".join(lines)
 
 

@@ -6,9 +6,8 @@
 # Differs: fuse LlamaAttention 81785ecb; override method
 #          LlamaDecoderLayer.__init__ 89d93888, LlamaForSequenceClassification.__init__,
 #          LlamaForQuestionAnswering.__init__, LlamaForTokenClassification.__init__; add
-#          method LlamaPreTrainedModel.is_custom_code; add helper (5 times); add code behind
-#          the imports; add import (11 times); rename LlamaModel; add base
-#          OriginalCheckpoints of LlamaPreTrainedModel
+#          helper (5 times); add code behind the imports; add import (11 times); rename
+#          LlamaModel; add base OriginalCheckpoints of LlamaPreTrainedModel
 # ----------------------------------------------------------------------------------------
 # Copyright 2022 EleutherAI and the HuggingFace Inc. team. All rights reserved.
 #
@@ -553,11 +552,6 @@ class LlamaPreTrainedModel(OriginalCheckpoints, PreTrainedModel):
         "hidden_states": LlamaDecoderLayer,
         "attentions": LlamaAttention,
     }
-
-    @classmethod
-    def is_custom_code(cls):
-        # transformers converts checkpoints for its own classes only. These read and write the very same ones.
-        return False
 
 
 @auto_docstring

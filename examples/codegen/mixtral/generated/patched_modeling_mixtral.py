@@ -552,7 +552,9 @@ class MixtralPreTrainedModel(ConvertedCheckpoints, PreTrainedModel):
     def _init_weights(self, module):
         super()._init_weights(module)
         std = self.config.initializer_range
-        if isinstance(module, MixtralTopKRouter):
+        if isinstance(module, MixtralExperts):
+            pass  # its layers are initialised as others
+        elif isinstance(module, MixtralTopKRouter):
             init.normal_(module.weight, mean=0.0, std=std)
 
 
