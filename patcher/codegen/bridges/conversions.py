@@ -218,13 +218,7 @@ class OwnConversions:
         kept, own = dict.fromkeys(known), list[WeightTransform]()
         for path, listed in layouts.items():
             own += self._of_layouts(path.removeprefix(inside(at)), listed, known, kept)
-        parts = {f"{path}.{name}" for path, listed in layouts.items() for each in listed for name in each.stock}
-        for key in model.state_dict().keys() - {each.removeprefix(inside(at)) for each in parts}:
-            if any(isinstance(each, WeightConverter) and each.compiled_sources.search(key) for each in own):
-                raise self.described.refusal(
-                    f"{inside(at)}{key} has the name of what is fused elsewhere, and transformers tells conversions "
-                    "apart by names"
-                )
+        self._check_namesakes(at, layouts, known, [each for each in own if isinstance(each, WeightConverter)])
         own += [self._unanchored(each, at) for each in extra]
         is_stock = list(map(identity, kept)) == list(map(identity, stock))
         otherwise, runs_twice = self._names_of_whole(at, known)
@@ -241,6 +235,22 @@ class OwnConversions:
         else:
             items = [self._text(each) for each in kept]
         return [*items, *dict.fromkeys({identity(each): self._text(each) for each in own}.values())]
+
+    def _check_namesakes(
+        self, at: str, layouts: Mapping[str, Sequence[Layout]], known: Sequence[Any], own: Sequence[WeightConverter]
+    ) -> None:
+        """Raise where a conversion of what is fused would take something else of the model, by its name."""
+        parts = {f"{path}.{name}" for path, listed in layouts.items() for each in listed for name in each.stock}
+        back = [each.reverse_transform() for each in own]
+        write = key_renamer([each.reverse_transform() for each in reversed(known)])
+        for key in self.modules[at].state_dict().keys() - {each.removeprefix(inside(at)) for each in parts}:
+            # A load gives up a name that it has changed to one which the model lacks, if a checkpoint has that name.
+            is_read = any(each.compiled_sources.search(key) for each in own) and write(key)[0] != key
+            if is_read or any(each.compiled_sources.search(key) for each in back):
+                raise self.described.refusal(
+                    f"{inside(at)}{key} has the name of what is fused elsewhere, and transformers tells conversions "
+                    "apart by names"
+                )
 
     def _names_of_whole(self, at: str, known: Sequence[WeightTransform]) -> tuple[str, bool]:
         """A name that conversions of the whole model change otherwise than in a part; whether they may run in both."""
