@@ -460,8 +460,7 @@ class FusedLayers:
                 if found is not None and asks and self.text.value(test.args[1]) is original:
                     body: Any = node
                     start, end = self.text.text.span(body.body[0])[0], self.text.text.span(body.body[-1])[1]
-                    why = "pass  # its layers are initialised as others"
-                    self.edit(found[0], "_init_weights", Edit(start, end, why))
+                    self.edit(found[0], "_init_weights", Edit(start, end, "pass"))
 
     # -- written --------------------------------------------------------------------------------------------------
 

@@ -226,8 +226,8 @@ class OriginalCheckpoints:
         if conversions is None:  # it wasn't loaded
             for kind in {type(each) for each in self.modules() if type(each).__module__ != __name__}:
                 if any(each.__module__ == __name__ and each.__name__.startswith(OWN_NAME) for each in kind.__mro__):
-                    reason = f"{kind.__name__} has no conversions, which go by names"
-                    raise NotImplementedError(f"{reason}. Load a checkpoint.")
+                    name = kind.__name__
+                    raise NotImplementedError(f"{name} has no conversions, which go by names. Load a checkpoint.")
             conversions = get_model_conversion_mapping(self, add_legacy=False)
             conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
         conversions = [each.reverse_transform() for each in reversed(conversions)]
