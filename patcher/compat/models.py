@@ -25,6 +25,7 @@ from transformers.integrations.accelerate import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer as GradientCheckpointingLayer
 from transformers.modeling_utils import (
+    LoadStateDictConfig as LoadStateDictConfig,
     local_torch_dtype as local_torch_dtype,
     remove_tied_weights_from_state_dict,
     str_to_torch_dtype as str_to_torch_dtype,

@@ -17,7 +17,6 @@ from typing import Any
 
 import transformers
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
 
 from patcher.compat.modeling_code import is_modeling_module
@@ -233,16 +232,10 @@ def calling_module(depth: int) -> str:
     return str(sys._getframe(depth + 1).f_globals.get("__name__", ""))
 
 
-def current_construction() -> Construction | None:
-    """The construction that this code is a part of."""
-    found: Construction | None = construction_around()
-    return found
-
-
 @contextmanager
 def construction_here() -> Iterator[Construction | None]:
     """The construction that this code is a part of; in a block, one for what is built here, with its parts."""
-    construction = current_construction()
+    construction: Construction | None = construction_around()
     if construction is None and (entries := entered()):
         construction = Construction(ClassRules(entries), by_hand=True)
         with entering(Block(construction=construction)):
@@ -251,29 +244,6 @@ def construction_here() -> Iterator[Construction | None]:
         tell_blocks(construction.outcome)
     else:
         yield construction
-
-
-_handle: Any = None
-
-
-def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-    construction = current_construction()
-    if construction is None or construction.meta_init is None or parameter is None:
-        return None
-    return construction.meta_init.register(parameter)
-
-
-def watch_parameters() -> None:
-    """Put torch's registration hook in place; for threads that build no replacement it does nothing."""
-    global _handle
-    _handle = register_module_parameter_registration_hook(_on_registration)  # type: ignore[arg-type]
-
-
-def unwatch_parameters() -> None:
-    """Take the hook away."""
-    global _handle
-    _handle.remove()
-    _handle = None
 
 
 def build_replacement(

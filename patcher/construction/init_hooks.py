@@ -30,11 +30,10 @@ from patcher.construction.construction import (
     Construction,
     build_replacement,
     construction_here,
-    unwatch_parameters,
-    watch_parameters,
 )
 from patcher.construction.in_force import Block, blocks, entering
 from patcher.construction.lock import process_lock
+from patcher.construction.meta_init import unwatch_parameters, watch_parameters
 from patcher.construction.namespaces import Namespaces
 from patcher.source.alike import IN_PLACE_OF
 from patcher.source.importing import Watcher

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
 from patcher.compat.modeling_code import Rebound, is_modeling_module
 from patcher.compat.models import DisableTorchFunction, inherit_loading_attributes, named_parameters
+from patcher.construction.in_force import construction_around
 from patcher.construction.plain_tensors import attributes, tensors_in
 from patcher.errors import PatchConstructionError, PatcherError
 
@@ -77,16 +79,20 @@ class MetaInit:
         """See to it that what has no value is on meta inside the block, and nothing else."""
         # On the stock path everything is built under `torch.device("meta")`: there buffers must be made real.
         self.to_meta = self.to_meta or torch.empty(0).device.type == "meta"
-        if self.to_meta:
+        if not self.to_meta:
+            yield
+            return
+        _active.add(self)
+        try:
             with torch.device("cpu"), _Mixing(self.wanting):
                 yield
-        else:
-            yield
+        finally:
+            _active.discard(self)
 
     def register(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """What is registered in the place of a parameter, None for the parameter itself."""
-        if not self.to_meta or parameter in self._numbers:
-            return None  # or it was registered before, under another name
+        if parameter in self._numbers:
+            return None  # it was registered before, under another name
         if parameter in self._twins:
             known: nn.Parameter = self._twins[parameter]
             return known
@@ -110,6 +116,34 @@ class MetaInit:
         """The names of the parameters that were registered, and the places in which they were."""
         named = ((name, self._numbers.get(parameter)) for name, parameter in named_parameters(module))
         return {name: number for name, number in named if number is not None}
+
+
+#: Those in force, in whatever thread: mostly none, and then the hook has nothing to look up.
+_active: set[MetaInit] = set()
+_handle: Any = None
+
+
+def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    if not _active or parameter is None:
+        return None
+    construction = construction_around()
+    if construction is None or construction.meta_init not in _active:
+        return None
+    replaced: nn.Parameter | None = construction.meta_init.register(parameter)
+    return replaced
+
+
+def watch_parameters() -> None:
+    """Put torch's registration hook in place; for threads that build no replacement it does nothing."""
+    global _handle
+    _handle = register_module_parameter_registration_hook(_on_registration)  # type: ignore[arg-type]
+
+
+def unwatch_parameters() -> None:
+    """Take the hook away."""
+    global _handle
+    _handle.remove()
+    _handle = None
 
 
 def without_value(replacement: type[nn.Module], what: str) -> PatchConstructionError:

@@ -55,6 +55,8 @@ def shortest(fusion: Any) -> str | Fusion:
     Raises:
         InvalidPatcherError: there is no such family.
     """
+    if isinstance(fusion, str) and fusion in FAMILIES and fusion not in _registered():
+        return fusion
     found = fusion_named(fusion)
     if found.name not in FAMILIES and found.name not in _registered():
         return found

@@ -19,8 +19,9 @@ from torch import nn
 
 from patcher.compat.models import DisableTorchFunction, is_initialized, mark_initialized, named_modules
 from patcher.errors import PatchConstructionError
-from patcher.fusions.families import is_our_own, shortest
-from patcher.fusions.methods import is_importable, member
+from patcher.fusions.families import fusion_named, is_our_own, shortest
+from patcher.fusions.looks import member
+from patcher.fusions.methods import is_importable
 from patcher.fusions.old_names import Moved, OldNames
 from patcher.layouts.carried import RECIPE, ModuleLayouts, PickledClass
 from patcher.layouts.either_layout import carry
@@ -124,7 +125,7 @@ class FusedModule(OldNames):
 
 
 def fuse(
-    fusion: Fusion, module: nn.Module, cls: type[nn.Module], layouts: Iterable[Layout] | None = None
+    fusion: str | Fusion, module: nn.Module, cls: type[nn.Module], layouts: Iterable[Layout] | None = None
 ) -> nn.Module:
     """Make an existing module one of the fused class, with its values.
 
@@ -134,13 +135,13 @@ def fuse(
     Raises:
         PatchConstructionError: the class doesn't have the parameters that the layouts of the family give.
     """
-    layouts, original = fusion.layouts(module) if layouts is None else layouts, type(module)
+    layouts, name = fusion_named(fusion).layouts(module) if layouts is None else layouts, shortest(fusion)
     if not issubclass(cls, FusedModule):
-        return put_in_place(module, cls, layouts, shortest(fusion))
-    module.__class__ = cls
+        return put_in_place(module, cls, layouts, name)
     # Where a device is in force, every look at a tensor passes through a mode. Ours make tensors of tensors only.
-    with DisableTorchFunction() if is_our_own(fusion) else nullcontext():
-        fuse_in_place(module, layouts, original, shortest(fusion))
+    with DisableTorchFunction() if is_our_own(name) else nullcontext():
+        fuse_in_place(module, layouts, type(module), name)
+    module.__class__ = cls  # last: it answers to the old names
     return module
 
 
@@ -181,7 +182,7 @@ def fuse_in_place(module: nn.Module, layouts: Iterable[Layout], original: type[n
     Raises:
         PatchConstructionError: the layouts leave a part of a layer behind.
     """
-    layouts = tuple(layout.of(module) for layout in layouts)
+    layouts = tuple(layout if layout.stock_shapes else layout.of(module) for layout in layouts)
     if not layouts:
         return
     names = tuple(module.state_dict(keep_vars=True))

@@ -6,9 +6,8 @@ import __future__
 import ast
 import inspect
 import sys
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from patcher.fusions.looks import code_of, looks, member
 from patcher.source.alike import of_code
 from patcher.source.call_sites import positional_parameters
 from patcher.source.indentation import dedented
@@ -58,40 +58,9 @@ def located(error: NotUnderstoodError, method: Method) -> NotUnderstoodError:
     return NotUnderstoodError(text if text.endswith(")") and ".py:" in text else f"{text} ({method.at(error.line)})")
 
 
-class Looks(threading.local):
-    """What an analysis has looked at: the answers hold as long as all of it is what it was."""
-
-    def __init__(self) -> None:
-        self.found: list[tuple[Callable[[Any, str], Any], Any, str, Any]] | None = None
-
-    def at(self, look: Callable[[Any, str], Any], owner: Any, name: str) -> Any:
-        """What `look(owner, name)` finds, which is noted."""
-        found = look(owner, name)
-        if self.found is not None:
-            self.found.append((look, owner, name, found))
-        return found
-
-
-looks = Looks()
-
-
-def still_found(found: Iterable[tuple[Callable[[Any, str], Any], Any, str, Any]]) -> bool:
-    """Whether all that was looked at is there still."""
-    return all(look(owner, name) is before for look, owner, name, before in found)
-
-
 def is_importable(cls: type) -> bool:
     """Whether a class lives as long as its module, which has it under its name."""
     return getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls
-
-
-def member(cls: type, name: str) -> Any:
-    """What a class has under a name, without running anything; None if it has nothing."""
-    return inspect.getattr_static(cls, name, None)
-
-
-def _code(function: FunctionType, name: str) -> CodeType:
-    return function.__code__
 
 
 #: Function -> its code, and its source or why that can't be read. Not by code: what has other defaults, annotations or
@@ -107,7 +76,7 @@ def read_function(function: FunctionType) -> Method:
         NotUnderstoodError: there is none, or what it compiles to isn't the code that runs: the file was edited after
             its import, or another tool has changed the function.
     """
-    code = looks.at(_code, function, "")
+    code = looks.at(code_of, function, "")
     known, found = _read.get(function, (None, ""))
     if known is not code:
         try:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from patcher.compat.models import is_initialized, mark_initialized
 from patcher.errors import PatchConflictError
-from patcher.layouts.carried import fused_weights, is_quantized
+from patcher.layouts.carried import holding, is_quantized
 from patcher.layouts.sharded import Copied, Whole
 
 ADVICE = "Take the fusions off with Patcher().apply(model) first."
@@ -177,27 +177,18 @@ class OldNames:
     """A module under whose old names nothing is put: no method would see it."""
 
     def _assign(self, name: str, value: Any) -> None:
-        raise PatchConflictError(f"{described(name, _holders(self, name))}, and nothing can take its place. {ADVICE}")
+        raise PatchConflictError(f"{described(name, holding(self, name))}, and nothing can take its place. {ADVICE}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        (self._assign if _holders(self, name) else super().__setattr__)(name, value)
+        (self._assign if holding(self, name) else super().__setattr__)(name, value)
 
     def __delattr__(self, name: str) -> None:
-        if held := _holders(self, name):
+        if held := holding(self, name):
             raise PatchConflictError(f"{described(name, held)}, and can't be deleted by itself. {ADVICE}")
         super().__delattr__(name)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        (self._assign if _holders(self, name) else super().add_module)(name, module)  # type: ignore[misc]
-
-
-def _holders(module: Any, name: str) -> tuple[str, ...]:
-    """The parameters that hold what a fused module had under a name; none where the name is its own."""
-    carried = fused_weights(module)
-    for layout in carried.layouts if carried is not None else ():
-        if any(stock.partition(".")[0] == name for stock in layout.stock):
-            return () if any(fused.partition(".")[0] == name for fused in layout.fused) else layout.fused
-    return ()
+        (self._assign if holding(self, name) else super().add_module)(name, module)  # type: ignore[misc]
 
 
 def described(name: str, fused: Sequence[str]) -> str:

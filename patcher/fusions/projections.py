@@ -55,14 +55,17 @@ class Projections(Fusion):
     # What the engine asks for.
 
     def is_fusable(self, module: nn.Module) -> bool:
-        return self._decide(module, None)[0] is not None
+        return self._decide(module, self.group_in(module), None)[0] is not None
 
     def refusal(self, module: nn.Module) -> str:
-        return self._decide(module, None)[1]
+        return self._decide(module, self.group_in(module), None)[1]
 
     def layouts(self, module: nn.Module) -> Iterator[Layout]:
-        joined = self._joined(module)
+        joined = self._joined(module, self.group_in(module))
         assert joined is not None
+        yield from self._layouts(module, joined)
+
+    def _layouts(self, module: nn.Module, joined: Joined) -> Iterator[Layout]:
         yield Rows(tuple(f"{name}.weight" for name in joined.projections), f"{joined.name}.weight")
         for name in joined.biased:
             yield Rows(f"{name}.bias", f"{name}_bias")
@@ -70,7 +73,7 @@ class Projections(Fusion):
             yield Rows(tuple(f"{name}.bias" for name in joined.projections), f"{joined.name}.bias")
 
     def recipe(self, module: nn.Module) -> tuple[Joined, tuple[Form, ...]]:
-        plan, reason = self._decide(module, None)
+        plan, reason = self._decide(module, self.group_in(module), None)
         if plan is None:
             raise InvalidPatcherError(f"{self.name} can't fuse {type(module).__qualname__}: {reason}.")
         return plan
@@ -124,11 +127,10 @@ class Projections(Fusion):
             return None
         if reason := _shared(path, module, group, surroundings, self._free_name(module._modules)):
             return Decision(refusal=reason)
-        caller = Caller(surroundings.modules, path)
-        plan, reason = self._decide(module, caller)
-        if reason := reason or caller.uses_as_modules(group):
+        plan, reason = self._decide(module, group, Caller(surroundings.modules, path))
+        if plan is None:
             return Decision(refusal=reason)
-        return Decision(tuple(self.layouts(module)), plan)
+        return Decision(tuple(self._layouts(module, plan[0])), plan)
 
     # How.
 
@@ -138,20 +140,20 @@ class Projections(Fusion):
             name = f"fused_{name}"
         return name
 
-    def _joined(self, module: nn.Module) -> Joined | None:
-        """What takes the place of the projections of a module, None where it has none."""
-        group = self.group_in(module)
+    def _joined(self, module: nn.Module, group: tuple[str, ...] | None) -> Joined | None:
+        """What takes the place of these projections of a module, None where it has none."""
         if group is None:
             return None
         biased = tuple(name for name in group if getattr(module._modules[name], "bias", None) is not None)
         return Joined(group, self._free_name(module._modules), () if len(biased) == len(group) else biased)
 
-    def _decide(self, module: nn.Module, caller: Caller | None) -> tuple[tuple[Joined, tuple[Form, ...]] | None, str]:
-        """How to fuse a module, or why not."""
-        joined = self._joined(module)
-        if joined is None:
+    def _decide(
+        self, module: nn.Module, group: tuple[str, ...] | None, caller: Caller | None
+    ) -> tuple[tuple[Joined, tuple[Form, ...]] | None, str]:
+        """How to join these projections of a module, or why not."""
+        joined = self._joined(module, group)
+        if group is None or joined is None:
             return None, "it has no such projections"
-        group = joined.projections
         if reason := _unlike(group, [module._modules[name] for name in group]):
             return None, reason
         if "forward" in vars(module):

@@ -15,7 +15,7 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -24,12 +24,11 @@ import transformers
 from torch import nn
 
 from patcher.compat.models import ACT2FN
+from patcher.fusions.looks import attribute, in_namespace, looks, member
 from patcher.fusions.methods import (
     Method,
     NotUnderstoodError,
     located,
-    looks,
-    member,
     read_function,
     self_of,
     trees_of,
@@ -253,11 +252,11 @@ class Body:
         """The object that a dotted name means outside of the function; `...` if that isn't known."""
         match node:
             case ast.Name(id=name) if name not in self.assigned:
-                return looks.at(_of_namespace, self.method.function.__globals__, name)
+                return looks.at(in_namespace, self.method.function.__globals__, name)
             case ast.Attribute(value=inner, attr=attr):
                 owner = self.outside(inner)
                 if isinstance(owner, ModuleType | type):
-                    return looks.at(_attribute, owner, attr)
+                    return looks.at(attribute, owner, attr)
                 if isinstance(owner, _LOGGERS):
                     return getattr(owner, attr, ...)
         return ...
@@ -531,14 +530,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
     return isinstance(value, (*_CONSTANTS, torch.Tensor))
-
-
-def _of_namespace(namespace: Mapping[str, Any], name: str) -> Any:
-    return namespace.get(name, getattr(builtins, name, ...))
-
-
-def _attribute(owner: Any, name: str) -> Any:
-    return getattr(owner, name, ...)
 
 
 def _locals_of(method: Method) -> Iterator[str]:

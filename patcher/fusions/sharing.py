@@ -19,16 +19,15 @@ from typing import Any
 from torch import nn
 
 from patcher.fusions.callers import Caller, parameters_of, taken_as_modules
+from patcher.fusions.looks import looks, still_found
 from patcher.fusions.methods import (
     Method,
     NotUnderstoodError,
     functions_of,
     is_importable,
     located,
-    looks,
     method_to_rewrite,
     self_of,
-    still_found,
     trees_of,
 )
 from patcher.fusions.purity import Body, check, positions, problem_of, shown
@@ -142,14 +141,15 @@ def forms_of(module: nn.Module, group: tuple[str, ...], caller: Caller | None) -
 def _answered(module: nn.Module, group: tuple[str, ...], caller: Caller | None, key: Any) -> _Answer:
     forms: tuple[Form, ...] = ()
     reason, constants = "", dict[str, Any]()
-    looks.found = []
+    looks.begin()
     try:
         forms = _forms_of(module, group, caller, constants)
+        reason = caller.uses_as_modules(group) if caller is not None else ""
     except NotUnderstoodError as error:
         reason = str(error)
     finally:
-        found, looks.found = looks.found, None
-    return _Answer(key, tuple(found), tuple(constants.items()), forms, reason)
+        noted = looks.end()
+    return _Answer(key, noted, tuple(constants.items()), forms, reason)
 
 
 def _structure(module: nn.Module | None, group: Iterable[str] = ()) -> Any:

@@ -96,19 +96,25 @@ class Patched(Shown):
         yield Table("Conversions", ("", "conversion", takes), rows)
 
 
-def of_modules(built: nn.Module, weights: Iterable[Weights], fields: dict[str, Any]) -> dict[str, Any]:
-    """These fields of a report or a plan, with those that follow from the modules of the model."""
+def of_modules(
+    built: nn.Module, record: PatchRecord, replaced: Iterable[PatchedModule], weights: Iterable[Weights], model: str
+) -> dict[str, Any]:
+    """The fields of a report or a plan that say what becomes of the modules of a model, which is of this class."""
     names = [(in_state_dict(path), stock_class(module).__qualname__) for path, module in named_modules(built)]
-    callers = {name for _, _, classes in fields["functions"] for name in classes}
-    tree = module_tree(
-        fields["model"],
-        names,
-        changed=[*fields["replaced"], *fields["fused"]],
-        refused=fields["refused"],
-        functions=fields["functions"],
-        weights=weights,
-    )
-    return fields | {"calling": sum(name in callers for _, name in names), "tree": tree}
+    callers = {name for _, _, classes in record.functions for name in classes}
+    rows, fused, refused = rows_of_classes(replaced), rows_of_classes(record.fused), tuple(record.refused.items())
+    changed = [*rows, *fused]
+    tree = module_tree(model, names, changed=changed, refused=refused, functions=record.functions, weights=weights)
+    return {
+        "model": model,
+        "replaced": rows,
+        "fused": fused,
+        "refused": refused,
+        "functions": record.functions,
+        "calling": sum(name in callers for _, name in names),
+        "rules": record.rules,
+        "tree": tree,
+    }
 
 
 def converted_by_layouts(record: PatchRecord) -> Iterator[Weights]:

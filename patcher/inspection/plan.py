@@ -20,7 +20,7 @@ from patcher.display.parts import Cell, Notes, Part, Table
 from patcher.display.tree import Weights
 from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError
 from patcher.fusions.config import with_fusion_names
-from patcher.inspection.parts import Patched, converted_by_layouts, of_modules, rows_of_classes
+from patcher.inspection.parts import Patched, converted_by_layouts, of_modules
 from patcher.inspection.signatures import misfits
 from patcher.inspection.unseen import Unseen, table_of, unseen
 from patcher.integrations import install
@@ -183,17 +183,25 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
     constructed = load if isinstance(load, Constructed) else None
     in_force = load.in_force if load is not None else in_force_for(patcher)[0]
     built = constructed.model if constructed is not None else skeleton(cls, config)
-    fields = {
-        "model": (type(built) if constructed is not None else cls).__name__,
-        **_modules(constructed, built, ClassRules(in_force)),
-        **_conversions_and_weights(load, unknown),
-    }
+    if constructed is not None:
+        record, replaced = constructed.record, constructed.record.replaced
+    else:  # it was never built: what would have been replaced follows from the stock model
+        record, replaced = PatchRecord(type(built), ()), _named(built, ClassRules(in_force))
+    found = misfits(built, replaced, built=constructed is not None)
+    read = _conversions_and_weights(load, unknown)
+    name = (type(built) if constructed is not None else cls).__name__
+    seen: Unseen = ()
+    if isinstance(load, Loaded):
+        paths = [each.path for each in load.record.replaced]
+        seen = unseen(load.routing.routes, replaced=paths, tensors=tensors, parameters=state_tensors(built))
     return Plan(
-        **of_modules(built, _weights_of_modules(load, fields), fields),
+        **of_modules(built, record, replaced, _weights_of_modules(load, read), name),
+        **read,
         checkpoint=headers.where if headers is not None else "",
         patchers=tuple((repr(entry.patcher), entry.origin) for entry in in_force),
-        unseen=_unseen(load, tensors, built),
-        **_judgement(load, error, fields["misfits"], any_size=bool(options.get("ignore_mismatched_sizes"))),
+        unseen=seen,
+        misfits=found,
+        **_judgement(load, error, found, any_size=bool(options.get("ignore_mismatched_sizes"))),
     )
 
 
@@ -230,24 +238,6 @@ def _completed(
     return {**headers.tensors, **known}, frozenset(found.keys() - known.keys())
 
 
-def _modules(constructed: Constructed | None, model: PreTrainedModel, rules: ClassRules) -> dict[str, Any]:
-    """The fields of a plan that say what becomes of the modules."""
-    if constructed is not None:
-        record = constructed.record
-        replaced = record.replaced
-    else:  # it was never built: what would have been replaced follows from the stock model
-        record = PatchRecord(type(model), ())
-        replaced = _named(model, rules)
-    return {
-        "replaced": rows_of_classes(replaced),
-        "fused": rows_of_classes(record.fused),
-        "refused": tuple(record.refused.items()),
-        "functions": record.functions,
-        "rules": record.rules,
-        "misfits": misfits(model, replaced, built=constructed is not None),
-    }
-
-
 def _conversions_and_weights(load: Request | None, unknown: frozenset[str]) -> dict[str, Any]:
     """The fields of a plan that say what becomes of the checkpoint."""
     if not isinstance(load, Selected):
@@ -282,17 +272,6 @@ def _conversions_and_weights(load: Request | None, unknown: frozenset[str]) -> d
         "dropped_weights": load.record.dropped_weights,
         "unknown_shapes": sum(key in unknown for route in routing.routes for key in route.keys),
     }
-
-
-def _unseen(load: Request | None, tensors: Mapping[str, Any], model: PreTrainedModel) -> Unseen:
-    if not isinstance(load, Loaded):
-        return ()
-    return unseen(
-        load.routing.routes,
-        replaced=[each.path for each in load.record.replaced],
-        tensors=tensors,
-        parameters=state_tensors(model),
-    )
 
 
 def _weights_of_modules(load: Request | None, fields: Mapping[str, Any]) -> Iterator[Weights]:

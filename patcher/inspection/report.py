@@ -14,7 +14,7 @@ from patcher.compat.conversions import source_patterns, used_conversions
 from patcher.display.parts import Part, Table
 from patcher.display.tree import Weights
 from patcher.errors import InvalidPatcherError
-from patcher.inspection.parts import Patched, converted_by_layouts, converted_in_load, of_modules, rows_of_classes
+from patcher.inspection.parts import Patched, converted_by_layouts, converted_in_load, of_modules
 from patcher.layouts.transforms import describe
 from patcher.loading.record import PatchRecord, record_of
 
@@ -106,16 +106,8 @@ def _report(model: nn.Module, record: PatchRecord) -> Report:
     weights = [*converted_by_layouts(record), *converted_in_load(record)]
     weights += [Weights("new", (), (name,)) for name in record.new_weights]
     weights += [Weights("dropped", (key,)) for key in record.dropped_weights]
-    fields: dict[str, Any] = {
-        "model": type(model).__name__,
-        "replaced": rows_of_classes(record.replaced),
-        "fused": rows_of_classes(record.fused),
-        "refused": tuple(record.refused.items()),
-        "functions": record.functions,
-        "rules": record.rules,
-    }
     return Report(
-        **of_modules(model, weights, fields),
+        **of_modules(model, record, record.replaced, weights, type(model).__name__),
         patchers=tuple((repr(entry.patcher), entry.origin) for entry in record.in_force),
         conversions_dropped=tuple((describe(transform), text) for transform, text in record.dropped),
         conversions_added=tuple(describe(transform) for transform in [*record.added, *record.fusion_transforms])

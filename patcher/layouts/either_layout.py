@@ -65,6 +65,8 @@ def _mark_layout(module: nn.Module, state_dict: Any, prefix: str, local_metadata
 
 def _ambiguous(layout: Layout) -> list[str]:
     """The names of parameters that have the same shape in both layouts."""
+    if set(layout.stock).isdisjoint(layout.fused):
+        return []
     fused = dict(zip(layout.fused, layout.fused_shapes(), strict=True))
     return [name for name, shape in zip(layout.stock, layout.stock_shapes, strict=True) if fused.get(name) == shape]
 

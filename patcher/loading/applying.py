@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import Context
 from dataclasses import replace
 from functools import partial
 from types import FunctionType
@@ -18,42 +19,46 @@ from transformers import PreTrainedModel
 from patcher.compat.conversions import (
     has_used_conversions,
     set_used_conversions,
-    used_conversions,
+    stock_conversions,
+    stock_conversions_from_scratch,
 )
 from patcher.compat.copies import has_gradient_hooks, is_compiled, share_storage
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import (
     ORIGINAL,
+    LoadStateDictConfig,
     forget_no_split_names,
-    kept_in_fp32,
+    mark_initialized,
     named_modules,
     named_parameters,
+    state_tensors,
     stock_class,
 )
 from patcher.compat.recorders import forget_recorded
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction
-from patcher.construction.in_force import Block, InForce, Outcome, entered, entering, unpatched
+from patcher.construction.in_force import Block, InForce, Outcome, entered, unpatched
 from patcher.construction.init_hooks import in_force
+from patcher.construction.lock import construction_lock
 from patcher.errors import InvalidPatcherError
 from patcher.functions.models import function_attributes
 from patcher.layouts.either_layout import carry
 from patcher.layouts.selection import converts
 from patcher.loading.findings import Diagnostics, found_in_modules
-from patcher.loading.load import seen
+from patcher.loading.initial_values import InitialValues
+from patcher.loading.judgement import judge
+from patcher.loading.load import Constructed, Loaded, Request, check_supported, construct, seen, select
+from patcher.loading.read import ExpectedInfo, stock_routing
 from patcher.loading.record import RECORD, PatchRecord, keep_record, record_of
+from patcher.loading.routes import Conversions, route
 from patcher.loading.saving import saved_state_dict
-from patcher.loading.transplanting import (
-    Transplant,
-    check_as_constructed,
-    converted_names,
-    outermost_of,
-    replaced_paths,
-)
+from patcher.loading.state_dicts import original_state_dict
+from patcher.loading.stock_view import carriers_in, carry_routes
+from patcher.loading.transplanting import Weights, keep_what_is_held, transplant
 from patcher.loading.unfusing import take_hooks, unfuse
 from patcher.patterns import compress, inside
 from patcher.resolution.fused_modules import fuse_standing_modules
-from patcher.resolution.resolution import replace_functions, resolve_standing, skeleton
+from patcher.resolution.resolution import replace_functions, resolve_standing
 from patcher.spec.fingerprints import check_built, check_pins
 from patcher.spec.patcher import Patcher
 
@@ -93,17 +98,21 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
         for name, value in function_attributes(module):
             if (stock := unrebound(value)) is not value:
                 module.__dict__[name] = stock
-    paths, entries = replaced_paths(model), record.in_force if record is not None else ()
-    if paths or (record is not None and record.dropped):
-        weights = _checkpoint(model, paths)
-        with entering(Block(tuple(_without_what_is_undone(each, record) for each in entries))):
-            base, _ = _loaded(model, weights)
-        _drop_values(base)
-        stock, missing = _loaded(model, weights, patcher=Patcher())
-        _check_found(missing, paths)
-        converted = [(own, names) for names, own in converted_names(model)]
-        model = Transplant(model, base, stock, converted).run(paths)
-        set_used_conversions(model, (), used_conversions(stock))
+    made_of = {name: layout.fused for each in carriers_in(model) for layout in each.all for name in layout.stock}
+    if made_of or any(ORIGINAL in vars(module) for _, module in named_modules(model)):
+        left: list[InForce] = []  # functions are those of transformers by now, and so are the modules of most fusions
+        for each in record.in_force if record is not None else ():
+            fusions = [fusion for fusion in each.patcher.fusions if fusion in record.fusions]  # type: ignore[union-attr]
+            left.append(replace(each, patcher=each.patcher.replace(fusions=fusions, function_mapping={})))
+        base, stock = _constructed(model, tuple(left)).model, _constructed(model).model
+        own = state_tensors(model)
+        values = original_state_dict(model)
+        made = {name: value for name, value in values.items() if name in made_of or name not in own}
+        keep_what_is_held(model, base, stock)
+        model = transplant(model, stock, Weights(model, made, made_of))
+    if record is not None and record.dropped:  # what a save reverses
+        conversions = stock_conversions_from_scratch(model)
+        set_used_conversions(model, conversions, conversions)
     for _, module in named_modules(model):
         for name in (RECORD, ORIGINAL):
             module.__dict__.pop(name, None)
@@ -111,13 +120,6 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
         if isinstance(module, PreTrainedModel):
             forget_no_split_names(module, replaced)
     return model
-
-
-def _without_what_is_undone(entry: InForce, record: PatchRecord | None) -> InForce:
-    """What is in force, but for functions, and for fusions whose modules are those of transformers again."""
-    left = record.fusions if record is not None else ()
-    fusions = [each for each in entry.patcher.fusions if each in left]
-    return replace(entry, patcher=entry.patcher.replace(fusions=fusions, function_mapping={}))
 
 
 def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
@@ -153,101 +155,96 @@ def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _replaced(patcher: Patcher, model: PreTrainedModel) -> tuple[PreTrainedModel, PatchRecord]:
-    """A model of transformers with the replacements of a patcher, and the record of the load that made these."""
+    """A model of transformers with the replacements of a patcher, and the record of what was done.
+
+    It goes the way of a load, but that nothing is read which the model has as it is.
+    """
+    entry = InForce(patcher.replace(fusions=(), function_mapping={}, transformers="", fingerprints={}), "patcher=")
+    check_supported((entry,), None, {})
+    base, load = _constructed(model).model, _constructed(model, (entry,), own=(entry,))
+    keep_what_is_held(model, base, load.model)
+    _check_not_added(load, model, base)
     set_used_conversions(model, (), None)  # a key_mapping of its load would give the weights other names
-    weights = _checkpoint(model, ())
-    base, missing = _loaded(model, weights, patcher=Patcher())
-    _drop_values(base)
-    _check_replaceable(patcher, model, base)  # before a load says what is missing
-    only = patcher.replace(fusions=(), function_mapping={}, transformers="", fingerprints={})
-    made, _ = _loaded(model, weights, patcher=only)
-    record, paths = record_of(made), replaced_paths(made)
-    assert record is not None
-    _check_found(missing, paths)
-    model = Transplant(model, base, made, converted_names(made), frozenset(record.new_weights)).run(paths)
-    set_used_conversions(model, (), used_conversions(made))
+    selected, mapping = select(load, stock_conversions(load.model), None)
+    conversions = Conversions(mapping, selected.conversions.added, 0, load.record.paths_of_replacements)
+    checkpoint = _checkpoint(model, base)
+    routing = route(load.model, checkpoint, conversions, dtype=lambda name: model.dtype)
+    if problem := routing.problem or routing.failure:
+        raise problem
+    of_stock = partial(stock_routing, selected, checkpoint)
+    loaded = judge(selected, routing, checkpoint, ExpectedInfo(routing), of_stock)
+    loaded.diagnostics.warn()
+    InitialValues(loaded).put_back(LoadStateDictConfig(device_map={"": model.device}, dtype=model.dtype))
+    record = loaded.record
+    made_of = {name: each.stock for each in record.routes for name in each.parameters}
+    model = transplant(model, loaded.model, Weights(model, _made(loaded, checkpoint, model), made_of))
+    carry_routes(model, record.routes, record.paths_of_replacements)
+    set_used_conversions(model, mapping, routing.used)
     return model, record
 
 
-def _check_replaceable(patcher: Patcher, model: PreTrainedModel, base: PreTrainedModel) -> None:
-    """Raise where what a patcher replaces isn't as the config of the model says, or isn't in there."""
-    rules, expected = ClassRules((InForce(patcher, "patcher="),)), dict(named_modules(base))
-
-    def is_replaced(path: str, cls: type[nn.Module]) -> bool:
-        match = rules.match_path(path, cls) or rules.match(cls)
-        return match is not None and match.replacement is not cls
-
-    named = outermost_of(path for path, module in expected.items() if is_replaced(path, type(module)))
-    check_as_constructed(model, base, named)
+def _check_not_added(load: Constructed, model: PreTrainedModel, base: PreTrainedModel) -> None:
+    """Raise where what a patcher replaces isn't in what the config of the model says."""
+    expected, rules = dict(named_modules(base)), load.rules
     for path, module in named_modules(model):
-        if type(module) is not type(expected.get(path)) and is_replaced(path, type(module)):
+        cls = type(module)
+        match = rules.match_path(path, cls) or rules.match(cls)
+        if cls is not type(expected.get(path)) and match is not None and match.replacement is not cls:
             raise InvalidPatcherError(
-                f"Patcher.apply can't replace {path}, a {type(module).__qualname__} that was added to the model: with "
+                f"Patcher.apply can't replace {path}, a {cls.__qualname__} that was added to the model: with "
                 "which arguments it was made isn't known. Apply the patcher first, and add it then."
             )
 
 
-def _checkpoint(model: PreTrainedModel, changed: Iterable[str]) -> dict[str, torch.Tensor]:
-    """The weights of a model as its checkpoint has them, without what is not from its config.
-
-    Args:
-        changed: the paths of its modules whose names and shapes aren't those of transformers.
-    """
-    record, unchanged = record_of(model), skeleton(stock_class(model), model.config).state_dict()  # type: ignore[arg-type]
-    new = record.new_weights if record is not None else ()  # these belong to the patcher that is left behind
-    under = tuple(map(inside, changed))
-    tensors = {  # an adapter has what it is put around as its base_layer
-        key if key in unchanged else key.replace(".base_layer.", "."): value.detach()
+def _checkpoint(model: PreTrainedModel, base: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The weights of a model as its checkpoint has them, without what is not from its config."""
+    shapes = {name: each.shape for name, each in state_tensors(base).items()}
+    own = {  # an adapter has what it is put around as its base_layer
+        key if key in shapes else key.replace(".base_layer.", "."): value.detach()
         for key, value in model.state_dict().items()
     }
-    own = {
-        key: value
-        for key, value in tensors.items()
-        if key not in new and (key.startswith(under) or (key in unchanged and unchanged[key].shape == value.shape))
-    }
-    return saved_state_dict(model, own)
+    return saved_state_dict(model, {key: value for key, value in own.items() if shapes.get(key) == value.shape})
 
 
-def _loaded(
-    model: PreTrainedModel, weights: Mapping[str, torch.Tensor], **options: Any
-) -> tuple[PreTrainedModel, set[str]]:
-    """A model of the same config on the same weights, and the keys that it found no weights for."""
-    devices = {tensor.device for tensor in weights.values()}
-    if len(devices) == 1 and devices != {torch.device("cpu")}:
-        options["device_map"] = {"": devices.pop()}
-    options |= {"config": model.config, "state_dict": dict(weights), "dtype": model.dtype}
-    load: Any = stock_class(model)
-    result, found = load.from_pretrained(None, output_loading_info=True, **options)
-    _keep_dtypes(model, result, weights)
-    return result, set(found["missing_keys"])
+def _made(load: Loaded, checkpoint: Mapping[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The parameters of a load that aren't those of the same name in a model."""
+    own, new, made = state_tensors(model), state_tensors(load.model), dict[str, torch.Tensor]()
+    for each in load.routing.routes:
+        is_other = each.by or load.conversions.dropped or not own.keys() >= {*each.parameters}
+        if not is_other or not new.keys() >= {*each.parameters}:
+            continue
+        parts = {key: checkpoint[key] for key in each.keys}
+        if each.layout is not None and len({part.dtype for part in parts.values()}) > 1:
+            raise InvalidPatcherError(
+                f"Patcher.apply can't convert weights of several dtypes: {', '.join(compress(sorted(parts))[:3])} "
+                "would be joined. Cast the model to one dtype first, with model.to(...)."
+            )
+        values = list(parts.values())
+        made |= zip(each.parameters, each.layout.fuse(values) if each.layout is not None else values, strict=True)
+    return {name: value for name, value in made.items() if name not in load.routing.mismatched}
 
 
-def _check_found(missing: Iterable[str], paths: Iterable[str]) -> None:
-    """Raise for weights of stock modules that are missing where modules change places: they would be random."""
-    under = tuple(map(inside, paths))
-    if absent := sorted(key for key in missing if key.startswith(under)):
-        raise InvalidPatcherError(
-            f"Patcher.apply finds no weights for {', '.join(compress(absent)[:3])}: the checkpoint of the model has "
-            "other names for them, as with key_mapping=. Load the model again with the patcher that it is to have."
-        )
-
-
-def _keep_dtypes(model: PreTrainedModel, result: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
-    """A load casts everything to one dtype: give back what had another one."""
-    others = {key for key, value in weights.items() if value.is_floating_point() and value.dtype != model.dtype}
-    for name, tensor in result.state_dict(keep_vars=True).items():
-        if name in others and tensor.shape == weights[name].shape:
-            tensor.data = weights[name]
-            others.remove(name)
-    record = record_of(result)
-    others.difference_update(record.dropped_weights if record is not None else ())
-    # A load keeps them itself, some in float16 alone.
-    converted = [key for key in others if not kept_in_fp32(model, key)[model.dtype != torch.float16]]
-    if converted:
-        raise InvalidPatcherError(
-            f"Patcher.apply can't convert weights of several dtypes: {', '.join(compress(sorted(converted))[:3])} "
-            f"would become {model.dtype}. Cast the model to one dtype first, with model.to(...)."
-        )
+def _constructed(
+    model: PreTrainedModel, entries: tuple[InForce, ...] = (), own: tuple[InForce, ...] = ()
+) -> Constructed:
+    """What a load constructs of the same config: on the meta device, but for buffers, which have their values."""
+    load, found = Request(model_class=stock_class(model), in_force=entries, own=own), list[Constructed]()  # type: ignore[arg-type]
+    # In a context of its own, which knows of no load around this.
+    contexts = Context().run(load.model_class.get_init_context, model.dtype, False, False, None)
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        stack.enter_context(construct(load, found.append))
+        made = load.model_class(model.config)
+    for tensor in (*made.parameters(), *made.buffers()):
+        mark_initialized(tensor)
+    for module in made.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=model.device)
+    with construction_lock.held_for(type(made).__name__):
+        made.initialize_weights()  # type: ignore[no-untyped-call]
+    return found[0]
 
 
 # --- a copy on the same weights --------------------------------------------------------------------------------------
@@ -332,11 +329,3 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
     for _, module in named_modules(copied):
         forget_recorded(module)  # the hooks are installed anew, on what the modules are then
     return copied
-
-
-def _drop_values(model: nn.Module) -> None:
-    """Move the parameters of a model to the meta device: buffers and all else stay."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)

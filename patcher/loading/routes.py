@@ -296,8 +296,9 @@ class _Router:
     def _groups(self, named: Mapping[str, Named]) -> list[tuple[Group, dict[str, Named]]]:
         """What converters take together; what none takes is put where it belongs."""
         groups: dict[tuple[str, int], tuple[Group, dict[str, Named]]] = {}
+        shapes = {key: shape_of(self.checkpoint[key]) for key in named}
         for key, found in named.items():
-            name, shape = found.name, shape_of(self.checkpoint[key])
+            name, shape = found.name, shapes[key]
             if found.taker is not None:
                 if name not in self.tensors and "*" not in name:
                     self.routing.unexpected.update(made_by_name(found.taker, name))

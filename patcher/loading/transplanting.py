@@ -1,14 +1,14 @@
-"""Modules of another model in the place of those that they replace, with what these hold beyond their config.
+"""Modules that were built anew in the place of those that they replace, with what these hold beyond their config.
 
 Three modules decide on each attribute: the one that is replaced, the same as its config constructs it (the base), and
 the new one. What is as in the base is up to the new one. What was changed since goes to the new one, if that has it as
-the base does; anything else is refused, by name.
+the base does; anything else is refused, by name. Parameters and persistent buffers are those of the model, the objects
+themselves, but for what conversions make of them: so they stay tied, and frozen, and in the same memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -16,133 +16,148 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from patcher.compat.models import ORIGINAL, named_modules, named_parameters
+from patcher.compat.models import ORIGINAL, named_modules, named_parameters, state_tensors
 from patcher.errors import InvalidPatcherError
-from patcher.layouts.carried import carriers
-from patcher.layouts.either_layout import carry
-from patcher.loading.record import RECORD
-from patcher.loading.stock_view import carriers_in
+from patcher.layouts.transforms import by_itself
 from patcher.loading.unfusing import HOOKS
-from patcher.patterns import inside
+from patcher.patterns import compress, inside
 
-#: What torch, transformers and this package keep on a module, and look after themselves.
-_KEPT = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", ORIGINAL, RECORD} | {
-    "_is_hf_initialized",
-    "_weight_conversions",
-    "_no_split_modules",
-    "hf_device_map",
-}
+#: What torch and transformers keep on a module, and look after themselves.
+_KEPT = {*vars(nn.Module()), "_is_hf_initialized", "_no_split_modules"}
 _MISSING: Any = object()
+#: What to do where a module isn't as its config says.
+_FIRST = "Apply the patcher first, and change the result."
 
 
-@dataclass(frozen=True)
-class Transplant:
-    """Modules of `source` on their way into `model`.
+class Weights:
+    """The parameters and persistent buffers of new modules.
 
-    Attributes:
-        base: a model constructed as `model` was, on the same weights.
-        converted: names of parameters, and the names of what conversions make of these.
-        new: the names of parameters that are made of nothing in `model`.
+    Args:
+        model: what they are taken from.
+        made: the values of those that aren't those of the same name in the model.
+        made_of: the names of these, and of what conversions make them of, where that is known.
     """
 
-    model: PreTrainedModel
-    base: PreTrainedModel
-    source: PreTrainedModel
-    converted: Iterable[tuple[list[str], list[str]]] = ()
-    new: frozenset[str] = frozenset()
+    def __init__(
+        self, model: nn.Module, made: Mapping[str, torch.Tensor], made_of: Mapping[str, Iterable[str]]
+    ) -> None:
+        self.own, self.made, self.made_of = state_tensors(model), made, made_of
+        self._at_place = {_place(each): each for each in self.own.values()}
 
-    def run(self, paths: Iterable[str]) -> PreTrainedModel:
-        """The model with the modules at these paths in place.
+    def give(self, path: str, module: nn.Module, old: nn.Module) -> None:
+        """Give a module its own; the others in what takes the place of `old` are given theirs one by one.
 
         Raises:
-            InvalidPatcherError: something that a module holds would be lost.
+            InvalidPatcherError: nothing makes one of them, or it isn't known whether it is trained.
         """
-        outermost = outermost_of(paths)
-        check_as_constructed(self.model, self.base, outermost)
-        trains, configs, owners = self._trains(), dict(self._configs()), _owners(self.model)
-        places: dict[nn.Module, list[str]] = {}
-        for path, module in named_modules(self.model):
-            places.setdefault(module, []).append(path)
-        result, placed = self.model, set()
-        for path in outermost:
-            old, new = result.get_submodule(path), self.source.get_submodule(path)
-            if old in placed:  # one module at several paths
-                continue
-            placed.add(new)
-            olds, news = dict(named_modules(old, path)), dict(named_modules(new, path))
-            for name, module in named_modules(self.base.get_submodule(path), path):
-                _move_attributes(name, olds[name], module, news.get(name))
-            for name, module in news.items():
-                module.training = olds.get(name, old).training
-                held = vars(module).items()
-                module.__dict__.update({key: configs[id(each)] for key, each in held if id(each) in configs})
-            self._move_settings(path, old, new, trains)
-            self._tie(path, old, news, owners)
-            if not path:
-                return new  # type: ignore[return-value]
-            for other in places[old]:
-                parent, _, name = other.rpartition(".")
-                if (at := result.get_submodule(parent)._modules).get(name) is old:
-                    at[name] = new
-        for path, module, carried in carriers(self.source):
-            if (around := result.get_submodule(path)) is not module:  # it is of several modules at once
-                carry(around, carried)
-        return result
-
-    def _move_settings(self, path: str, old: nn.Module, new: nn.Module, trains: Mapping[str, bool]) -> None:
-        """Have parameters lie where those of the old module do, and be trained if those are."""
         device = next((each.device for each in old.parameters()), None)
-        flags = {each.requires_grad for each in old.parameters()}
-        for name, parameter in named_parameters(new, path):
-            if name in trains:
-                parameter.requires_grad_(trains[name])
-            elif name not in self.new and flags:
-                if len(flags) > 1:
-                    what = f"is frozen in part, and what {name} is made of isn't known"
-                    raise _cannot(path, what, "Freeze all of it or nothing.")
-                parameter.requires_grad_(True in flags)
-            if device is not None and parameter.device != device:
-                parameter.data = parameter.data.to(device)
+        for table in (module._parameters, module._buffers):
+            for key, here in table.items():
+                name = inside(path) + key
+                if here is None or key in module._non_persistent_buffers_set:
+                    continue
+                if name in self.made:
+                    table[key] = self._made(name, isinstance(here, nn.Parameter), old)
+                elif name in self.own and self.own[name].shape == here.shape:
+                    table[key] = self.own[name]  # type: ignore[assignment]
+                elif here.is_meta:
+                    raise InvalidPatcherError(
+                        f"Patcher.apply finds no weights for {name}: nothing in the model makes it. Load the model "
+                        "again with the patcher that it is to have."
+                    )
+                elif device is not None:
+                    here.data = here.data.to(device)
 
-    def _tie(
-        self, path: str, old: nn.Module, news: Mapping[str, nn.Module], owners: Mapping[int, set[nn.Module]]
-    ) -> None:
-        """Have the parameters of a new module shared as those of the old one are, inside of it and outside."""
-        inner, made = set(old.modules()), {name for _, names in self.converted for name in names}
-        first: dict[int, nn.Parameter | None] = {}
-        source: dict[int, nn.Parameter] = {}
-        for name, parameter in named_parameters(old, path):
-            owner, _, last = name.rpartition(".")
-            here = news[owner]._parameters.get(last) if owner in news else None
-            is_outside = not owners[id(parameter)] <= inner
-            shared = parameter if is_outside else first.setdefault(id(parameter), here)
-            if shared is not here:
-                if shared is None or here is None or shared.shape != here.shape or name in made:
-                    raise _cannot(name, "is tied to another parameter", "Take the tie off, and tie the result.")
-                news[owner]._parameters[last] = shared
-            if here is not None and source.setdefault(id(here), parameter) is not parameter:
-                raise _cannot(name, "is not tied as its config says", "Apply the patcher first.")
+    def _made(self, name: str, is_parameter: bool, old: nn.Module) -> Any:
+        value = self.made[name]
+        if (same := self._at_place.get(_place(value))) is not None:  # it has another name only
+            return same
+        value = by_itself(value.detach().contiguous())
+        return nn.Parameter(value, self._trains(name, old)) if is_parameter else value
 
-    def _configs(self) -> Iterable[tuple[int, PretrainedConfig]]:
-        """Each config of the source, by its id, and that of the model, which its own modules look at."""
-        own = dict(named_modules(self.model))
-        for path, module in named_modules(self.source):
-            if isinstance(module, PreTrainedModel) and isinstance(at := own.get(path), PreTrainedModel):
-                yield from _matched(module.config, at.config)
+    def _trains(self, name: str, old: nn.Module) -> bool:
+        """Whether what is made of parameters is trained, as those are."""
+        parts = {each: self.own[each] for each in self.made_of.get(name, ()) if each in self.own}
+        flags = {each: part.requires_grad for each, part in (parts or dict(named_parameters(old))).items()}
+        if len(set(flags.values())) > 1:
+            frozen = compress([each for each, is_trained in flags.items() if not is_trained])
+            what = f"is frozen, and others of {', '.join(compress(list(flags)))} aren't"
+            raise _cannot(", ".join(frozen), what, "Freeze all of them or none.")
+        return any(flags.values())
 
-    def _trains(self) -> dict[str, bool]:
-        """Whether a parameter is trained, by its name in either layout."""
-        own = {name: each.requires_grad for name, each in named_parameters(self.model)}
-        found = dict(own)
-        for before, after in self.converted:
-            flags = {name: own[name] for name in before if name in own}
-            if len(set(flags.values())) > 1:
-                frozen = ", ".join(name for name, trains in flags.items() if not trains)
-                raise _cannot(
-                    frozen, f"is frozen, and others of {', '.join(flags)} aren't", "Freeze all of them or none."
-                )
-            found.update(dict.fromkeys(after, any(flags.values())) if flags else {})
-        return found
+
+def _place(tensor: torch.Tensor) -> Any:
+    """The memory that a tensor is, and how."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def keep_what_is_held(model: PreTrainedModel, base: PreTrainedModel, source: PreTrainedModel) -> None:
+    """Give modules of `source` what those of a model hold whose places they are to take.
+
+    Args:
+        base: a model constructed as `model` was, on the meta device.
+        source: the model with the new modules, constructed in the same way with the same config.
+
+    Raises:
+        InvalidPatcherError: something would be lost; it says what, and names the first place.
+    """
+    for path in _outermost(model, source):
+        try:
+            old, was = model.get_submodule(path), base.get_submodule(path)
+        except AttributeError:
+            raise _cannot(path, "was added to the model, or taken out of it", _FIRST) from None
+        olds, expected, news = (dict(named_modules(each, path)) for each in (old, was, source.get_submodule(path)))
+        for name in sorted(expected.keys() | olds.keys()):
+            _check_as_constructed(name, olds.get(name), expected.get(name))
+        for name, module in expected.items():
+            _move_attributes(name, olds[name], module, news.get(name))
+        for name, module in news.items():
+            module.training = olds.get(name, old).training
+
+
+def transplant(model: PreTrainedModel, source: PreTrainedModel, weights: Weights) -> PreTrainedModel:
+    """The model with modules of `source` in the place of its own, after `keep_what_is_held`.
+
+    Raises:
+        InvalidPatcherError: a weight, or a tie, would be lost.
+    """
+    places: dict[nn.Module, list[str]] = {}
+    owners: dict[int, set[tuple[nn.Module, str]]] = {}
+    for path, module in named_modules(model):
+        places.setdefault(module, []).append(path)
+        for key, parameter in module._parameters.items():
+            owners.setdefault(id(parameter), set()).add((module, key))
+    before, result, outermost = list(named_parameters(model)), model, _outermost(model, source)
+    for path in outermost:
+        old, new = model.get_submodule(path), source.get_submodule(path)
+        if old not in places:  # one module at several paths
+            continue
+        for name, module in named_modules(new, path):
+            weights.give(name, module, old)
+        for place in places.pop(old):
+            parent, _, key = place.rpartition(".")
+            if not place:
+                result = new  # type: ignore[assignment]
+            elif (held := model.get_submodule(parent)._modules).get(key) is old:
+                held[key] = new
+    within = tuple(map(inside, outermost))
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in weights.made_of if not name.startswith(within)):
+        weights.give(path, model.get_submodule(path), model.get_submodule(path))
+    now = dict(named_parameters(result))
+    for name, parameter in before:
+        if len(owners[id(parameter)]) > 1 and now.get(name) is not parameter:
+            raise _cannot(name, "is tied to another parameter", "Take the tie off, and tie the result.")
+    return result
+
+
+def _outermost(*models: nn.Module) -> list[str]:
+    """The paths of the modules of one of these that are replaced, but for those below another one."""
+    paths = [path for each in models for path, module in named_modules(each) if ORIGINAL in vars(module)]
+    found: list[str] = []
+    for path in sorted(paths, key=lambda each: (each != "", each.count("."))):
+        if path not in found and not path.startswith(tuple(map(inside, found))):
+            found.append(path)
+    return found
 
 
 def _cannot(name: str, what: str, instead: str) -> InvalidPatcherError:
@@ -151,99 +166,47 @@ def _cannot(name: str, what: str, instead: str) -> InvalidPatcherError:
     )
 
 
-def check_as_constructed(model: nn.Module, base: nn.Module, paths: Iterable[str]) -> None:
-    """Raise for parts, parameters and hooks that modules at these paths have not from the config of the model.
-
-    Raises:
-        InvalidPatcherError: it names the first of them.
-    """
-    first = "Apply the patcher first, and change the result."
-    for path in paths:
-        try:
-            now, was = model.get_submodule(path), base.get_submodule(path)
-        except AttributeError:
-            raise _cannot(path, "was added to the model, or taken out of it", first) from None
-        found, expected = dict(named_modules(now, path)), dict(named_modules(was, path))
-        for name in sorted(expected.keys() | found.keys()):
-            cls, is_now = type(expected.get(name)), type(found.get(name))
-            if any(each.__name__ == "BaseTunerLayer" for each in is_now.__mro__):
-                raise _cannot(name, "has an adapter", "Merge it or unload it, or apply the patcher first.")
-            if cls is not is_now:
-                raise _cannot(name, f"is a {is_now.__qualname__} (its config says {cls.__qualname__})", first)
-            for hooks in HOOKS[:4]:
-                if len(getattr(found[name], hooks)) > len(getattr(expected[name], hooks)):
-                    raise _cannot(name, f"has hooks ({hooks})", "Take them off, and register them on the result.")
-        own, shapes = ({name: tuple(each.shape) for name, each in named_parameters(at, path)} for at in (now, was))
-        for name in sorted(shapes.keys() | own.keys()):
-            if shapes.get(name) != own.get(name):
-                raise _cannot(name, f"has the shape {own.get(name)} (its config says {shapes.get(name)})", first)
+def _check_as_constructed(name: str, module: nn.Module | None, base: nn.Module | None) -> None:
+    """Raise for a part, a parameter or a hook that a model has not from its config."""
+    cls, is_now = type(base), type(module)
+    if any(each.__name__ == "BaseTunerLayer" for each in is_now.__mro__):
+        raise _cannot(name, "has an adapter", "Merge it or unload it, or apply the patcher first.")
+    if module is None or base is None or cls is not is_now:
+        raise _cannot(name, f"is a {is_now.__qualname__} (its config says {cls.__qualname__})", _FIRST)
+    for hooks in HOOKS[:4]:
+        if len(getattr(module, hooks)) > len(getattr(base, hooks)):
+            raise _cannot(name, f"has hooks ({hooks})", "Take them off, and register them on the result.")
+    for key in sorted(base._parameters.keys() | module._parameters.keys()):
+        found = [getattr(each, key, None) for each in (module, base)]
+        own, expected = (None if each is None else tuple(each.shape) for each in found)
+        if own != expected:
+            raise _cannot(inside(name) + key, f"has the shape {own} (its config says {expected})", _FIRST)
 
 
 def _move_attributes(path: str, old: nn.Module, base: nn.Module, new: nn.Module | None) -> None:
     """Give a module the attributes and buffers that were changed on the one that it takes the place of."""
-    for key in sorted(vars(old).keys() | vars(base).keys()):
-        if key not in _KEPT and not key.endswith("_hooks") and not key.startswith("_patcher"):
-            mine, theirs, here = (getattr(module, key, _MISSING) for module in (old, base, new))
-            if isinstance(mine, PretrainedConfig) or _same(mine, theirs):
-                continue
+    for key in sorted(vars(old)):
+        if key in _KEPT or key.startswith("_patcher"):
+            continue
+        mine, theirs, here = (getattr(module, key, _MISSING) for module in (old, base, new))
+        if isinstance(mine, PretrainedConfig):
+            if new is not None and isinstance(here, PretrainedConfig):
+                new.__dict__[key] = mine  # some modules make a copy of that of the model
+        elif not _same(mine, theirs):
             is_method = isinstance(mine, MethodType) or callable(getattr(type(new), key, None))
             if new is None or is_method or not _same(theirs, here):
                 raise _changed(path, key)
-            if mine is _MISSING:  # a load sets what a construction doesn't
-                new.__dict__.pop(key, None)
-            else:
-                new.__dict__[key] = mine
+            new.__dict__[key] = mine
     for key in old._buffers.keys() & old._non_persistent_buffers_set:
         mine, theirs = old._buffers[key], base._buffers.get(key)
-        if not _same(mine, theirs):
-            if new is None or key not in new._buffers or not _same(theirs, new._buffers[key]):
-                raise _changed(path, key)
+        if new is not None and key in new._buffers and _same(theirs, new._buffers[key]):
             new._buffers[key] = mine
+        elif not _same(mine, theirs):
+            raise _changed(path, key)
 
 
 def _changed(path: str, key: str) -> InvalidPatcherError:
-    what = "was changed since the model was constructed"
-    return _cannot(inside(path) + key, what, "Apply the patcher first, and change the result.")
-
-
-def outermost_of(paths: Iterable[str]) -> list[str]:
-    """These paths but for those below another one."""
-    found: list[str] = []
-    for path in sorted(set(paths), key=lambda each: (each != "", each.count("."))):
-        if not path.startswith(tuple(map(inside, found))):
-            found.append(path)
-    return found
-
-
-def converted_names(model: nn.Module) -> list[tuple[list[str], list[str]]]:
-    """The names in transformers, and those in the model, of all parameters that a module carries a layout of."""
-    return [
-        ([f"{inside(path)}{name}" for name in layout.stock], [f"{inside(path)}{name}" for name in layout.fused])
-        for path, _, carried in carriers_in(model)
-        for layout in carried.all
-    ]
-
-
-def replaced_paths(model: nn.Module) -> list[str]:
-    """Where a model has modules that are replaced, or layers whose weights conversions have made."""
-    paths = [path for path, module in named_modules(model) if ORIGINAL in vars(module)]
-    return paths + [name.rpartition(".")[0] for _, own in converted_names(model) for name in own]
-
-
-def _owners(model: nn.Module) -> dict[int, set[nn.Module]]:
-    """The modules that have a parameter, by its id."""
-    found: dict[int, set[nn.Module]] = {}
-    for _, module in named_modules(model):
-        for parameter in module._parameters.values():
-            found.setdefault(id(parameter), set()).add(module)
-    return found
-
-
-def _matched(one: PretrainedConfig, other: PretrainedConfig) -> Iterable[tuple[int, PretrainedConfig]]:
-    yield id(one), other
-    for name, part in vars(one).items():
-        if isinstance(part, PretrainedConfig) and isinstance(mine := vars(other).get(name), PretrainedConfig):
-            yield from _matched(part, mine)
+    return _cannot(inside(path) + key, "was changed since the model was constructed", _FIRST)
 
 
 def _same(one: Any, other: Any, depth: int = 0) -> bool:
@@ -254,6 +217,8 @@ def _same(one: Any, other: Any, depth: int = 0) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
+        if one.is_meta or other.is_meta:
+            return one.is_meta is other.is_meta and one.shape == other.shape
         return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other.to(one.device))
     if isinstance(one, MethodType | FunctionType):
         return one.__code__ is other.__code__

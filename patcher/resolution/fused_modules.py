@@ -13,7 +13,7 @@ from patcher.construction.class_rules import Match
 from patcher.construction.construction import Construction
 from patcher.construction.init_hooks import cover_new_classes
 from patcher.construction.modules_by_path import arguments_of
-from patcher.fusions.families import fusion_named, is_our_own
+from patcher.fusions.families import is_our_own
 from patcher.fusions.fused_module import fuse
 from patcher.resolution.resolution import NO_CHANGE, Resolution, resolve_standing
 
@@ -68,7 +68,7 @@ def fuse_standing_modules(construction: Construction, model: PreTrainedModel) ->
         module = model.get_submodule(path)
         if path in resolution.fusion_plan.rebuilt or unrebound(type(module)) is cls:
             continue  # or it is of a part that was loaded separately
-        fused = fuse(fusion_named(fusions[path]), module, cls, resolution.fusion_plan.layouts.get(path, ()))
+        fused = fuse(fusions[path], module, cls, resolution.fusion_plan.layouts.get(path, ()))
         mark_original_class(fused, resolution.original_classes[path])
         if fused is not module:
             parent_path, _, name = path.rpartition(".")

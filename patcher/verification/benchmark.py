@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import platform
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,13 +25,14 @@ from patcher.spec.forward_of import ForwardOf
 from patcher.spec.like import Like
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import MAPPINGS, not_a_patcher
+from patcher.verification.comparing import requested
 from patcher.verification.gains import LEAST, Gain, rounds_needed
-from patcher.verification.members import joined
+from patcher.verification.members import FEW, candidates_of, joined, measured_members, unique
 from patcher.verification.passes import device_of
 from patcher.verification.progress import under_way
-from patcher.verification.rounds import ALL, FEW, STOCK, Deadline, Rounds, candidates_of, measured_members, unique
+from patcher.verification.rounds import ALL, STOCK, Rounds
 from patcher.verification.sides import side_of
-from patcher.verification.works import parts_to_measure
+from patcher.verification.works import MEASURES
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,10 @@ class Measured:
     def label(self) -> str:
         """The name of the patcher, or how it is made without its pins."""
         return self.patcher.name or repr(self.patcher.replace(fingerprints={}, transformers=""))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it for JSON."""
+        return {**vars(self), "patcher": repr(self.patcher), "pays": self.pays}
 
 
 @dataclass(frozen=True)
@@ -104,34 +110,28 @@ class Benchmark(Shown):
     @property
     def python(self) -> str:
         """The best one as Python to paste, with where it was measured; "" where there is none."""
-        if self.best is None:
+        found = self._measured_best()
+        if found is None:
             return ""
-        found = next(each for each in self.measured if each.patcher is self.best)
         groups = [f"{name} {each.ratio:.2f}" for name, each in found.gains.items() if name != ALL]
-        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        return "\n".join(
-            [
-                f"# {found.gains[ALL].ratio:.2f} of stock's time on {self.checkpoint} ({self.model}, {self.dtype}):",
-                f"# {'; '.join(groups)}",
-                f"# measured on {self.date}: {self.machine}; {versions}",
-                as_python(self.best),
-            ]
+        return (
+            f"# {found.gains[ALL].ratio:.2f} of stock's time on {self.checkpoint} ({self.model}, {self.dtype}):\n"
+            f"# {'; '.join(groups)}\n# measured on {self.date}: {self.machine}; {self._versions}\n"
+            + as_python(found.patcher)
         )
+
+    @property
+    def _versions(self) -> str:
+        return ", ".join(f"{name} {version}" for name, version in self.versions.items())
 
     def to_dict(self) -> dict[str, Any]:
         """All of it in dicts, lists, texts and numbers, for JSON; patchers as they are written, and `best`."""
-        measured = [
-            {
-                "patcher": repr(each.patcher),
-                "gains": {name: one._asdict() | {"verdict": one.verdict} for name, one in each.gains.items()},
-                "failed": dict(each.failed),
-                "pays": each.pays,
-            }
-            for each in self.measured
-        ]
         left_out = [{"patcher": repr(patcher), "why": why} for patcher, why in self.left_out]
         best = None if self.best is None else repr(self.best)
-        return super().to_dict() | {"measured": measured, "left_out": left_out, "best": best, "python": self.python}
+        return super().to_dict() | {"left_out": left_out, "best": best, "python": self.python}
+
+    def _measured_best(self) -> Measured | None:
+        return next((each for each in self.measured if each.patcher is self.best), None)
 
     @property
     def _too_few(self) -> str:
@@ -144,7 +144,7 @@ class Benchmark(Shown):
         return f"{self.rounds} can't tell a gain from noise, {needed} can: seconds={longer:.0f}"
 
     def _headline(self) -> str:
-        found = next((each for each in self.measured if each.patcher is self.best), None)
+        found = self._measured_best()
         none = "too few rounds to tell" if self._too_few else "no patcher pays"
         what = none if found is None else f"{found.label} takes {found.gains[ALL].ratio:.2f} of the time"
         times = f"{self.rounds} round{'' if self.rounds == 1 else 's'}"
@@ -175,8 +175,7 @@ class Benchmark(Shown):
                                                         for item in each.failed.items()])  # fmt: skip
         left_out = [(each.name or repr(each), why) for each, why in self.left_out]
         yield Table("Not measured", ("patcher", "why"), left_out)
-        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        yield Notes("Measured", [f"{self.date}, {self.machine}", versions], "")
+        yield Notes("Measured", [f"{self.date}, {self.machine}", self._versions], "")
 
 
 def _shown(name: str, value: float) -> str:
@@ -245,13 +244,13 @@ def benchmark(
         if not isinstance(each, Patcher):
             raise not_a_patcher("benchmark(model, {})", each)
     install()
-    parts = parts_to_measure(None if measures is None else [*measures])
-    deadline = Deadline(seconds)
+    parts = requested("measure", MEASURES if measures is None else measures, MEASURES)
+    started = time.perf_counter()
     if torch.cuda.is_available():
         options = {"device_map": "cuda"} | options
     with under_way("measuring", seed, {"": 1.0}, progress) as (scratch, step):
         side = side_of(model, options, scratch, seed, model_class)
-        run = Rounds(side, scratch, seed, deadline, step, parts, verify)
+        run = Rounds(side, scratch, seed, seconds, step, parts, verify, started=started)
         members = unique(member for each in patchers for member in measured_members(each))
         candidates = candidates_of(patchers, members)
         if verify:
@@ -262,7 +261,7 @@ def benchmark(
         if not are_all:  # those that are faster by themselves, together, beside what was given
             whole = {key: gains[ALL].ratio for key, gains in run.gains().items() if key in members and ALL in gains}
             faster = sorted((each for each in whole if whole[each] < 1 - LEAST), key=whole.__getitem__)
-            run.measure(unique([*patchers, *filter(None, [joined(faster), *faster[:1]])]), 1.0)
+            run.measure(unique([*patchers, *joined(faster), *faster[:1]]), 1.0)
         stock = run.models.get(STOCK)
         return Benchmark(
             model=side.class_name if stock is None else type(stock).__name__,
@@ -276,7 +275,7 @@ def benchmark(
             measured=tuple(Measured(key, gains, run.failed.get(key, {})) for key, gains in run.gains().items()),
             left_out=tuple(run.left_out.items()),
             rounds=len(run.rounds),
-            seconds=deadline.passed,
+            seconds=run.passed,
         )
 
 

@@ -6,10 +6,11 @@ import copy
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,16 +25,25 @@ from patcher.loading.record import record_of
 from patcher.loading.saving import saved_state_dict
 from patcher.patterns import compress
 from patcher.spec.patcher import Patcher
-from patcher.verification.arguments import reactions, recording
-from patcher.verification.comparing import Comparison, Pair, Stage, UncheckedError, error_text, requested
+from patcher.verification.comparing import Pair, Reference, Stage, UncheckedError, error_text, requested
 from patcher.verification.inputs import NoInputsError, chosen_passes, processed, processor_of
-from patcher.verification.layers import few_layers, on_few_layers
-from patcher.verification.modules import HALVES, eager_attention, precision_stage
-from patcher.verification.numerics import differences, noting_calls
-from patcher.verification.passes import OnStock, Pass, Reference, fitted, tried
+from patcher.verification.layers import layer_errors
+from patcher.verification.modules import HALVES, eager, precision_stage
+from patcher.verification.numerics import Difference, differences
+from patcher.verification.passes import Pass, fitted
 from patcher.verification.sides import Side, fit_threads
-from patcher.verification.texts import CHUNKS, FEW, LATER, STEPS, parts_of, text_passes, token_rows, windows_of
-from patcher.verification.training import gradient_stage, training_stage
+from patcher.verification.texts import (
+    CHUNKS,
+    FEW,
+    STEPS,
+    parts_of,
+    reactions,
+    recording,
+    text_passes,
+    token_rows,
+    windows_of,
+)
+from patcher.verification.training import learned, training_stage
 
 #: How far outputs may be apart, in units of the largest magnitude of stock's (of 1 where that is smaller); `verify`
 #: says why. Half-precision types round each result of a layer but sum in float32.
@@ -55,17 +65,19 @@ class Run:
     dtype: torch.dtype
     seed: int
     scratch: Path  # an empty folder, for what is saved and offloaded
-    names: Sequence[str]  # of the stages to run
+    names: Iterable[str]  # of the stages to run
     step: Callable[[str], None] = lambda _: None  # called with the name of each step
     quick: bool = False
     allowed: float | None = None  # in place of the tolerance of the type
     replaced: int = 0
     calling: int = 0
     floor: float | None = None
-    runs: dict[str, Pass] = field(default_factory=dict)  # the inputs that stock runs, by name
-    references: list[Reference] = field(default_factory=list)  # those of them that are run on further models
-    chosen: list[str] = field(default_factory=list)  # those of them that reach what texts don't
+    runs: dict[str, Pass] = field(default_factory=dict)  # all inputs by name
+    texts: list[Pass] = field(default_factory=list)  # those of them that are run with a few layers only
+    chosen: dict[str, Pass] = field(default_factory=dict)  # those of them that reach what texts don't
+    references: list[Reference] = field(default_factory=list)  # the others, with all layers
     labelled: list[Pass] = field(default_factory=list)  # one that gives a loss, if there is any
+    stock: Any = None
     pair: Pair = field(init=False)  # both models, when they are loaded
     patched: set[str] = field(init=False)  # the paths of the modules that were replaced or fused
     by_class: list[str] = field(init=False)  # of these one for each pair of classes
@@ -73,43 +85,31 @@ class Run:
 
     def stages(self) -> Iterator[Stage]:
         """Load both, then check one thing after another."""
+        before = time.perf_counter()
         self.step("load")
-        started = time.perf_counter()
-        stock = self._load(self.theirs)
-        fit_threads(stock)
-        try:
-            ours = self._load(self.mine)
-        except Exception as error:  # stock could be loaded: it is the patcher
-            yield Stage("load", False, message=error_text(error), seconds=time.perf_counter() - started)
-            return
-        self.compare_with(ours, stock)
-        self.replaced = len(self.patched)
-        self.calling = sum(unrebound(type(module)) is not type(module) for module in ours.modules())
-        figures = {"modules replaced": self.replaced, "modules that call replaced functions": self.calling}
-        counted = tuple((what, float(count)) for what, count in figures.items() if count)
-        yield Stage("load", True, counted, seconds=time.perf_counter() - started)
-        wrong = False
-        for name in self.names[1:]:
-            self.step(name)
-            started = time.perf_counter()
-            if wrong and CHECKS[name].repeats:
+        self.stock = self._load(self.theirs)
+        fit_threads(self.stock)
+        failed: set[str] = set()
+        for name in self.names:
+            if name != "load":
+                self.step(name)
+            if "outputs" in failed and CHECKS[name].repeats:
                 stage = Stage(name, True, message="not checked: the outputs are wrong already", checked=False)
             else:
                 stage = self.stage(name)
-            wrong = wrong or (name == "outputs" and not stage.passed)
-            yield replace(stage, seconds=time.perf_counter() - started)
-
-    def compare_with(self, ours: Any, stock: Any) -> None:
-        """Let these two models be compared."""
-        self.pair = Pair(stock, ours, self.mine.name)
-        self.patched, self.by_class = patched_modules(ours)
+            now = time.perf_counter()
+            yield replace(stage, seconds=now - before)
+            before = now
+            failed |= set() if stage.passed else {name}
+            if "load" in failed:
+                return
 
     def stage(self, name: str) -> Stage:
         """What one of the stages finds."""
         check = CHECKS[name]
         try:
             with torch.no_grad():
-                if check.needs_inputs and not self.runs:
+                if check.needs_inputs and not self.references:
                     self._find_inputs()
                 return check.check(self)
         except NoInputsError as error:  # what wasn't compared is not the same
@@ -122,27 +122,17 @@ class Run:
 
     def fails(self, mine: Side, name: str) -> bool:
         """Whether a stage that has failed fails with another model as well: `outputs` on the input on which it has."""
-        if name == "load":
-            try:
-                self._load(mine)
-            except Exception:
-                return True
-            return False
         run = replace(self, mine=mine, scratch=Path(tempfile.mkdtemp(dir=self.scratch)))
-        try:
-            run.compare_with(self._load(mine), self.pair.stock)
-        except Exception:  # nothing that could be compared
-            return False
+        loaded = run.stage("load").passed
+        if name == "load" or not loaded:  # nothing that could be compared
+            return name == "load" and not loaded
         if name == "reload":
             run.stage("save")
         if name != "outputs" or self.failing is None:
             return not run.stage(name).passed
-        try:
-            with torch.no_grad():
-                found = self.failing.run.results(run.pair.ours)
-        except Exception:
-            return True
-        return not differences(found, self.failing.expected).within(self.tolerance)
+        with torch.no_grad():
+            _, text, _ = run.pair.beside(self.failing, self.tolerance)
+        return bool(text)
 
     # --- loads
 
@@ -159,7 +149,7 @@ class Run:
 
     def _pair_with(self, values: Mapping[str, Any]) -> Pair:
         """Both with other values in the config, by their paths."""
-        config = copy.deepcopy(self.pair.stock.config)
+        config = copy.deepcopy(self.stock.config)
         parts = dict(parts_of(config))
         for path, value in values.items():
             head, dot, name = path.rpartition(".")
@@ -173,40 +163,39 @@ class Run:
 
     # --- inputs
 
+    def _find_inputs(self) -> None:
+        """Texts, and what reaches the layers that texts don't: images, sounds, parts of the model by themselves."""
+        stock, reached = self.stock, set[str]()
+        processor = processor_of(self.theirs.folder, self.theirs.options)
+        texts = list(text_passes(stock, token_rows(stock, processor, self.seed)))
+        some = [one for one in texts if one.name in FEW]
+        self.references = list(self.pair.references(some, few=False, reached=reached))
+        self.runs = {one.run.name: one.run for one in self.references}
+        self.texts = [one for one in texts if one.name not in FEW] if self.runs else []
+        self.runs |= {one.name: one for one in self.texts}
+        others = list(self.pair.references(chosen_passes(stock, processed(stock, processor), reached), few=False))
+        self.references += others
+        self.chosen = {one.run.name: one.run for one in others}
+        self.runs |= self.chosen
+
     def _passes(self, *names: str) -> list[Pass]:
         """The passes of these names, else those that reach what others don't."""
-        passes = self.runs
-        return [passes[name] for name in names if name in passes] or [
-            one for one in passes.values() if not (one.chunks or one.calls)
-        ]
-
-    def _texts(self) -> list[Pass]:
-        stock = self.pair.stock
-        self.processor = processor_of(self.theirs.folder, self.theirs.options)
-        return list(text_passes(stock, token_rows(stock, self.processor, self.seed)))
-
-    def _ran(self, references: Iterable[Reference]) -> list[Reference]:
-        """These runs are inputs, for the other stages too."""
-        found = list(references)
-        self.runs |= {one.run.name: one.run for one in found}
-        return found
-
-    def _reaching(self, reached: set[str]) -> list[Reference]:
-        """What reaches the layers that texts don't: images, sounds, parts of the model by themselves."""
-        stock = self.pair.stock
-        found = self._ran(tried(chosen_passes(stock, processed(stock, self.processor), reached), stock))
-        self.chosen = [one.run.name for one in found]
-        return found
-
-    def _find_inputs(self) -> None:
-        """Where `outputs` isn't run before: those that other stages run."""
-        reached: set[str] = set()
-        with noting_calls(self.pair.stock, reached):
-            texts = [one for one in self._texts() if one.name in LATER]
-            found = self._ran(tried(texts, self.pair.stock))
-        self.references = [one for one in found if one.run.name in FEW] + self._reaching(reached)
+        return [self.runs[name] for name in names if name in self.runs] or list(self.chosen.values())
 
     # --- stages
+
+    def load(self) -> Stage:
+        """The patched one: stock could be loaded."""
+        ours = self._load(self.mine)
+        self.pair = Pair(self.stock, ours, self.mine.name)
+        record = record_of(ours)
+        modules = {item.path: (item.original, item.replacement) for item in (record.modules if record else ())}
+        self.patched = set(modules)
+        self.by_class = list({classes: path for path, classes in reversed(modules.items())}.values())
+        self.replaced = len(modules)
+        self.calling = sum(unrebound(type(module)) is not type(module) for module in ours.modules())
+        figures = {"modules replaced": self.replaced, "modules that call replaced functions": self.calling}
+        return Stage("load", True, tuple((what, float(count)) for what, count in figures.items() if count))
 
     @property
     def tolerance(self) -> float:
@@ -214,70 +203,53 @@ class Run:
         return max(TOLERANCES[self.dtype], FLOORS * (self.floor or 0.0)) if self.allowed is None else self.allowed
 
     def outputs(self) -> Stage:
-        stock = self.pair.stock
         reached: set[str] = set()
-        reached_in_stock: set[str] = set()
-
-        def noted(run: OnStock, runs: Sequence[Pass]) -> list[Reference]:
-            with noting_calls(stock, reached_in_stock):
-                return self._ran(run(runs))
-
-        on_all = partial(tried, stock=stock)
-        texts = self._texts()
-        self.references = noted(on_all, [one for one in texts if one.name in FEW])
-        self.floor = self._stock_against_stock(texts)
-        compared = self.pair.compare(self.references, self.tolerance, reached=reached)
-        chunks = noted(on_all, [one for one in texts if one.name == CHUNKS and not self.quick])
-        rest = [one for one in texts if one.name not in self.runs and (one.name == CHUNKS or not self.quick)]
-
-        def of_the_rest(on_stock: OnStock) -> Comparison:
-            return self.pair.compare(noted(on_stock, rest), self.tolerance, reached=reached)
-
-        if rest and not (self.quick and compared.message):
-            compared.add(on_few_layers(self.pair, self._passes("a short row", CHUNKS), of_the_rest))
-        others = self._reaching(reached_in_stock)
-        self.references += others
-        # Last, though it was run before: failures on simple inputs are reported first.
-        compared.add(self.pair.compare([*chunks, *others], self.tolerance, reached=reached))
-        self.failing = compared.failing
+        self.floor = self._stock_against_stock()
+        on_all = [] if self.quick else [one for one in self.texts if one.name == CHUNKS]
+        on_few = [one for one in self.texts if (one.name == CHUNKS if self.quick else one not in on_all)]
+        references = chain(  # failures on simple inputs are reported first
+            (one for one in self.references if one.run.name in FEW),
+            self.pair.references(on_few),
+            self.pair.references(on_all, few=False),
+            (one for one in self.references if one.run.name in self.chosen),
+        )
+        stage = self.pair.compare("outputs", references, self.tolerance, reached=reached)
+        self.failing = self.pair.failing
         missed = sorted(self.patched - reached)
-        if missed and not compared.message:  # what wasn't compared is not the same
-            compared.message = f"no input that was tried reaches {', '.join(compress(missed))}, so it wasn't compared"
-        for run in () if compared.message or self.quick else self._passes("a short row")[:1]:
-            compared.layers = self.pair.by_layer(run, self.tolerance, right=True)
-        return compared.stage("outputs")
+        if missed and stage.passed:  # what wasn't compared is not the same
+            text = f"no input that was tried reaches {', '.join(compress(missed))}, so it wasn't compared"
+            return replace(stage, passed=False, message=text)
+        for run in self._passes("a short row")[:1] if stage.passed and not self.quick else ():
+            layers = layer_errors(self.pair.ours, self.stock, run.results, run.name, self.tolerance, right=True)
+            stage = replace(stage, layers=layers)
+        return stage
 
-    def _stock_against_stock(self, texts: Sequence[Pass]) -> float | None:
+    def _stock_against_stock(self) -> float | None:
         """Relative to the magnitude of the outputs, as tolerances are."""
         if "attn_implementation" in self.theirs.options or self.allowed is not None:
             return None
+        has_long = self.dtype in HALVES or not self.quick
         try:
-            with eager_attention(self.pair.stock) as is_other:
-                if not is_other:
-                    return None
-                found = [differences(one.run.results(self.pair.stock), one.expected) for one in self.references]
-            long = [one for one in texts if one.name == "a long row"] if self.dtype in HALVES or not self.quick else []
-            with few_layers(self.pair, self._passes("a short row")):
-                references = list(tried(long, self.pair.stock))
-                with eager_attention(self.pair.stock):
-                    found += [differences(one.run.results(self.pair.stock), one.expected) for one in references]
-            return max(gap.share for gap in found)
+            texts = [one for one in self.references if one.run.name in FEW]
+            texts += self.pair.references(one for one in self.texts if has_long and one.name == "a long row")
+            gaps: list[Difference] = []
+            with eager(self.stock, "attn") as is_other:
+                for run, expected, few in texts if is_other else ():
+                    with self.pair.layers(few):
+                        gaps.append(differences(run.results(self.stock), expected))
+            return max((gap.share for gap in gaps), default=None)
         except Exception:  # stock takes other inputs under eager attention
             return None
 
     def arguments(self) -> Stage:
         bases = self._passes("a batch of 2")[:1]
-        images = self._passes(*self.chosen) if self.chosen else []
-        bases += [one for one in images if not one.path and one.method == "forward" and one not in bases][:1]
-
-        def reacting(on_stock: OnStock) -> Comparison:
-            found = {one.run.name: one for base in bases for one in reactions(self.pair.stock, base, on_stock)}
-            self.labelled = [one.run for one in found.values() if set(one.run.arguments) & {"labels"}][:1]
-            if not found:
-                raise UncheckedError("stock reacts to no other argument")
-            return self.pair.compare(found.values(), self.tolerance)
-
-        return on_few_layers(self.pair, bases, reacting).stage("arguments")
+        images = [one for one in self.chosen.values() if not one.path and one.method == "forward"]
+        bases += [one for one in images if one not in bases][:1]
+        found = {one.run.name: one for base in bases for one in reactions(self.pair, base)}
+        self.labelled = [one.run for one in found.values() if "labels" in one.run.arguments][:1]
+        if not found:
+            raise UncheckedError("stock reacts to no other argument")
+        return self.pair.compare("arguments", found.values(), self.tolerance)
 
     def recorded(self) -> Stage:
         """Under eager attention, which alone gives attentions."""
@@ -290,21 +262,16 @@ class Run:
         recorded = [each for base in bases for each in recording(pair.stock, base)]
         plain = self._passes("a short row", "a padded batch", CHUNKS, *self.chosen)
         runs = dict.fromkeys([*plain, *recorded])
-
-        def with_all(on_stock: OnStock) -> Comparison:
-            return pair.compare(on_stock(runs), self.tolerance, prefix=prefix)
-
-        return on_few_layers(pair, plain, with_all).stage("recorded")
+        return pair.compare("recorded", pair.references(runs), self.tolerance, prefix=prefix)
 
     def windows(self) -> Stage:
-        windows = {name: WINDOW for name, size in windows_of(self.pair.stock.config).items() if size > WINDOW}
+        windows = {name: WINDOW for name, size in windows_of(self.stock.config).items() if size > WINDOW}
         if not windows:
             raise UncheckedError(f"the config has no window of more than {WINDOW} tokens")
         pair = self._pair_with(windows)
-        names = ("a row of 128 tokens", "a padded batch", STEPS, CHUNKS)
-        references = list(tried(self._passes(*names), pair.stock))
+        runs = self._passes("a row of 128 tokens", "a padded batch", STEPS, CHUNKS)
         changed = ", ".join(f"{name}={size}" for name, size in windows.items())
-        return pair.compare(references, self.tolerance, prefix=f"{changed}, ").stage("windows")
+        return pair.compare("windows", pair.references(runs, few=False), self.tolerance, prefix=f"{changed}, ")
 
     def precision(self) -> Stage:
         passes = self._passes("a row of 128 tokens", "a padded batch", *self.chosen)
@@ -313,7 +280,7 @@ class Run:
 
     def generation(self) -> Stage:
         """Both go on with the tokens that stock prefers: where two are equally likely, either is right."""
-        stock = self.pair.stock
+        stock = self.stock
         texts = [one for one in self._passes("a padded batch", "a short row") if "input_ids" in one.arguments]
         if not texts or not stock.can_generate():
             raise UncheckedError("the model generates nothing from text")
@@ -331,43 +298,39 @@ class Run:
         options |= {"prefix_allowed_tokens_fn": lambda row, ids: [tokens[row][len(ids)]]}
         options |= {"output_logits": True, "return_dict_in_generate": True}
         run = Pass("generate", given | options, title=f"{NEW_TOKENS} tokens after {texts[0].name}")
-        return self.pair.compare([Reference(run, run.results(stock))], self.tolerance).stage("generation")
+        return self.pair.compare("generation", self.pair.references([run], few=False), self.tolerance)
 
     def gradients(self) -> Stage:
-        passes = self._passes("a short row")[:1]
-        return on_few_layers(self.pair, passes, lambda _: gradient_stage(self.pair, passes, self.tolerance, self.seed))
+        runs = self._passes("a short row")[:1]
+        return self.pair.compare("gradients", learned(self.pair, runs), self.tolerance)
 
     def training(self) -> Stage:
         passes = self._passes("a padded batch", "a batch of 5", "a row of 128 tokens", *self.chosen)[:4]
-        return training_stage(
-            self.pair, self._pair_with, passes + self.labelled, self.by_class, self.tolerance, self.seed
-        )
+        return training_stage(self.pair, self._pair_with, passes + self.labelled, self.by_class, self.tolerance)
 
     def save(self) -> Stage:
         """Byte for byte; only weights that the patcher declares as new may be in one and not in the other."""
         stock, ours = self.scratch / "stock", self.scratch / "patched"
         try:
-            self.pair.stock.save_pretrained(stock)
+            self.stock.save_pretrained(stock)
         except Exception as error:
             raise UncheckedError(f"stock can't be saved: {error_text(error)}") from None
         self.pair.ours.save_pretrained(ours)
+        files = [sorted(folder.iterdir()) for folder in (stock, ours)]
         tensors = [
-            {key: tensor for path in folder.glob("*.safetensors") for key, tensor in load_file(path).items()}
-            for folder in (stock, ours)
+            {key: tensor for path in some if path.suffix == ".safetensors" for key, tensor in load_file(path).items()}
+            for some in files
         ]
         stage = self.pair.compare_weights("save", *tensors)
         # But for the code that a class brings with it: `register_for_auto_class`.
-        names = [
-            ", ".join(sorted(path.name for path in folder.iterdir() if path.suffix != ".py"))
-            for folder in (stock, ours)
-        ]
+        names = [", ".join(path.name for path in some if path.suffix != ".py") for some in files]
         if stage.passed and len(stage.figures) == 2 and names[0] != names[1]:
             return replace(stage, passed=False, message=f"the files are {names[1]}, not {names[0]}")
         return stage
 
     def weights(self) -> Stage:
         """The same of what either would save, without a file."""
-        models = (self.pair.stock, self.pair.ours)
+        models = (self.stock, self.pair.ours)
         if any(parameter.is_meta for model in models for parameter in model.parameters()):
             raise UncheckedError("weights that are offloaded are compared as files only")
         return self.pair.compare_weights("weights", *(saved_state_dict(each, each.state_dict()) for each in models))
@@ -378,22 +341,17 @@ class Run:
         # Not where the original files were, nor how they were quantized.
         kept = ("attn_implementation", "device_map", "offload_folder")
         options = {name: self.theirs.options[name] for name in kept if name in self.theirs.options}
-        cls = self.theirs.cls or type(self.pair.stock)
+        cls = self.theirs.cls or type(self.stock)
         # What a patcher has added stock ignores, and a load that doesn't say so refuses.
         new = [f"^{re.escape(name)}$" for name in new_weights(self.pair.ours)]
         side = Side(cls, self.scratch / "patched", options, Patcher(dropped_weights=new) if new else None)
         again = unpatched(partial(self._load, side))
         # One text is enough: weights that are other weights show in any.
         few = [one for one in self.references if one.run.name == FEW[0] or one.run.name in self.chosen]
-        gaps = [differences(one.run.results(again), one.expected) for one in few or self.references]
-        worst = max(gaps, key=lambda gap: gap.share)
-        allowed = TOLERANCES[self.dtype]
-        text = (
-            ""
-            if worst.within(allowed)
-            else f"stock computes something else with what was saved, by {worst.absolute:.3g}"
-        )
-        return Stage("reload", not text, (("max abs", worst.absolute),), allowed * max(1.0, worst.scale), text)
+        pair = Pair(self.stock, again, "stock")
+        stage = pair.compare("reload", few or self.references, TOLERANCES[self.dtype])
+        text = f"stock computes something else with what was saved: {stage.message}"
+        return stage if stage.passed else replace(stage, message=text)
 
 
 class Check(NamedTuple):
@@ -402,24 +360,20 @@ class Check(NamedTuple):
     Attributes:
         check: runs it.
         share: how much of the time it takes: percents of most models, decoders and encoders, small and large.
-        is_quick: whether `quick=True` runs it.
-        in_all: whether it is run by default.
         needs_inputs: whether it runs the models.
         repeats: whether it fails whenever the outputs are wrong.
     """
 
     check: Callable[[Run], Stage]
     share: int
-    is_quick: bool = False
-    in_all: bool = True
     needs_inputs: bool = True
     repeats: bool = True
 
 
 #: The stages, in their order.
 CHECKS = {
-    "load": Check(lambda run: Stage("load", True), 3, is_quick=True, needs_inputs=False, repeats=False),
-    "outputs": Check(Run.outputs, 30, is_quick=True, needs_inputs=False, repeats=False),
+    "load": Check(Run.load, 3, needs_inputs=False, repeats=False),
+    "outputs": Check(Run.outputs, 30, repeats=False),
     "arguments": Check(Run.arguments, 7),
     "recorded": Check(Run.recorded, 5),
     "windows": Check(Run.windows, 2, repeats=False),
@@ -427,28 +381,22 @@ CHECKS = {
     "generation": Check(Run.generation, 4),
     "gradients": Check(Run.gradients, 6),
     "training": Check(Run.training, 19),
-    "weights": Check(Run.weights, 5, is_quick=True, in_all=False, needs_inputs=False, repeats=False),
+    "weights": Check(Run.weights, 5, needs_inputs=False, repeats=False),
     "save": Check(Run.save, 5, needs_inputs=False, repeats=False),
     "reload": Check(Run.reload, 1, repeats=False),
 }
 
+#: Those of `quick=True`; the last of them compares what another one compares as files.
+QUICK = ("load", "outputs", "weights")
 
-def stages_of(names: Iterable[str] | None, quick: bool) -> tuple[str, ...]:
-    """The stages to run, in their order.
+
+def stages_of(names: Iterable[str] | None, quick: bool) -> dict[str, float]:
+    """The stages to run, in their order, and how much of the time each takes.
 
     Raises:
         InvalidPatcherError: there is no such stage.
     """
-    if names is None:
-        return tuple(name for name, check in CHECKS.items() if (check.is_quick if quick else check.in_all))
-    return requested("stage", ["load", *([names] if isinstance(names, str) else names)], CHECKS)
-
-
-def patched_modules(model: Any) -> tuple[set[str], list[str]]:
-    """The paths of the modules that were replaced or fused, and of these one for each pair of classes."""
-    record = record_of(model)
-    if record is None:
-        return set(), []
-    modules = {item.path: (item.original, item.replacement) for item in record.modules}
-    first = {pair: path for path, pair in reversed(modules.items())}
-    return set(modules), list(first.values())
+    chosen = QUICK if quick else tuple(name for name in CHECKS if name != "weights")
+    if names is not None:
+        chosen = ("load", *(name for name in requested("stage", names, CHECKS) if name != "load"))
+    return {name: CHECKS[name].share for name in chosen}

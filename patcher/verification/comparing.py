@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+import statistics
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from patcher.compat.modeling_code import unrebound
 from patcher.errors import InvalidPatcherError
 from patcher.expressions import search
 from patcher.loading.record import record_of
 from patcher.patterns import compress, did_you_mean
-from patcher.verification.layer_errors import LayerErrors, layer_errors
-from patcher.verification.numerics import Difference, differences, noting_calls
-from patcher.verification.passes import Pass, Reference
+from patcher.verification.layers import LayerErrors, layer_errors, stacks_of
+from patcher.verification.numerics import Difference, difference, differences, noting_calls
+from patcher.verification.passes import GRADIENT, Pass
+
+#: Gradients go through the network twice: so many times the tolerance of outputs.
+GRADIENTS = 10.0
 
 
 @dataclass(frozen=True)
@@ -58,53 +65,25 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def requested(what: str, names: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
-    """Those of the known names that are requested, in their order.
+def requested(what: str, names: Iterable[str] | str, known: Iterable[str]) -> tuple[str, ...]:
+    """Those of the known names that are requested, in their order: one, or several.
 
     Raises:
         InvalidPatcherError: one isn't known.
     """
-    wanted = set(names)
+    wanted = {names} if isinstance(names, str) else {*names}
     for name in sorted(wanted.difference(known)):
         hint = did_you_mean(name, known, f"they are {', '.join(known)}.")
         raise InvalidPatcherError(f"{what}s={name!r}: there is no such {what}; {hint}")
     return tuple(name for name in known if name in wanted)
 
 
-@dataclass
-class Comparison:
-    """The differences of several runs of two models."""
+class Reference(NamedTuple):
+    """A run, and what the stock model gives, with all of its layers or with a few of those that are alike."""
 
-    tolerance: float
-    gaps: list[Difference] = field(default_factory=list)
-    agreement: list[torch.Tensor] = field(default_factory=list)
-    message: str = ""
-    failing: Reference | None = None  # the run that the message is about
-    others: list[str] = field(default_factory=list)  # the other runs that are wrong
-    layers: LayerErrors | None = None  # of that run
-
-    def add(self, other: Comparison) -> None:
-        """Add the results of another comparison."""
-        self.gaps += other.gaps
-        self.agreement += other.agreement
-        if not self.message:
-            self.message, self.others, self.layers = other.message, other.others, other.layers
-            self.failing = other.failing
-        elif other.failing:
-            self.others += [other.failing.run.name, *other.others]
-
-    def stage(self, name: str) -> Stage:
-        worst = max(self.gaps, key=lambda gap: gap.share, default=Difference(0.0, 0.0, 0.0))
-        figures = [("max abs", worst.absolute), ("max relative", worst.relative)]
-        if self.agreement:
-            figures.append(("argmax agreement", float(torch.stack(self.agreement).mean())))
-        figures.append(("inputs", float(len(self.gaps))))
-        message = self.message
-        if self.others:
-            shown = ", ".join(self.others[:3]) + (", ..." if len(self.others) > 3 else "")
-            message += f"; {len(self.others)} of the {len(self.gaps) - 1} other inputs differ too: {shown}"
-        allowed = self.tolerance * max(1.0, worst.scale)
-        return Stage(name, not message, tuple(figures), allowed, message, layers=self.layers)
+    run: Pass
+    expected: dict[str, torch.Tensor]
+    few: bool = False
 
 
 @dataclass
@@ -114,55 +93,130 @@ class Pair:
     stock: Any
     ours: Any
     name: str = "the patched model"  # what ours is called
+    refusal: str = ""  # what stock has raised, of what it was tried on
+    failing: Reference | None = None  # the first run of the last comparison that is wrong
+
+    @cached_property
+    def stacks(self) -> list[tuple[nn.Module, set[int]]]:
+        """The stacks of layers of both, each with the numbers of those that represent all."""
+        return list(stacks_of(self.stock, self.ours))
+
+    @contextmanager
+    def layers(self, few: bool) -> Iterator[None]:
+        """Within, both models have only some of the layers that are alike, if few is true."""
+        before = [(stack, stack._modules, numbers) for stack, numbers in self.stacks] if few else []
+        try:
+            for stack, modules, numbers in before:
+                # Under their own names: code that finds modules by paths works, and code that needs all raises.
+                items = list(modules.items())
+                stack._modules = OrderedDict(items[number] for number in sorted(numbers))
+            yield
+        finally:
+            for stack, modules, _ in before:
+                stack._modules = modules
+
+    def references(
+        self, runs: Iterable[Pass], *, few: bool = True, reached: set[str] | None = None
+    ) -> Iterator[Reference]:
+        """What stock gives for those that it runs: with a few layers, or with all where it can't with a few.
+
+        Args:
+            few: whether a few layers are enough.
+            reached: gets the paths of the modules that are called.
+        """
+        for run in runs:
+            for some in (True, False) if few and self.stacks else (False,):
+                try:
+                    with self.layers(some), noting_calls(self.stock, reached), torch.no_grad():
+                        found = Reference(run, run.results(self.stock), some)
+                except Exception as error:  # whatever a model raises for what it isn't made for
+                    self.refusal = error_text(error)
+                else:
+                    yield found
+                    break
 
     def compare(
         self,
+        stage: str,
         references: Iterable[Reference],
         tolerance: float,
         *,
         reached: set[str] | None = None,
         prefix: str = "",
-    ) -> Comparison:
-        """Run the patched model on all that stock was run on.
+    ) -> Stage:
+        """Run the patched model on all that stock was run on. What is wrong with a few layers is looked at with all
+        of them, which decides.
 
         Args:
+            stage: what is checked.
             reached: gets the paths of the modules that are called.
             prefix: what to say before the name of a run.
-        """
-        found = Comparison(tolerance)
-        with nullcontext() if reached is None else noting_calls(self.ours, reached):
-            for reference in references:
-                run, expected = reference
-                try:
-                    mine = run.results(self.ours)
-                except Exception as error:  # stock went through it
-                    gap, message = Difference(math.inf, math.inf, 0.0), f"{self.name} raises {error_text(error)}"
-                else:
-                    gap, message = differences(mine, expected), ""
-                    found.agreement += _agreement(mine, expected)
-                found.gaps.append(gap)
-                if gap.within(tolerance) and not message:
-                    continue
-                if found.message:
-                    found.others.append(run.name)
-                else:
-                    found.failing = reference
-                    if not message and math.isinf(gap.absolute) and not gap.scale and gap.where:
-                        message = gap.where
-                    elif not message:
-                        found.layers = self.by_layer(run, tolerance, prefix=prefix)
-                        begins = self.blame(found.layers.begins)
-                        message = f"they differ by {gap.absolute:.3g}, in {gap.where}; {begins}"
-                    found.message = f"on {prefix}{run.name} {message}"
-        return found
 
-    def by_layer(self, run: Pass, tolerance: float, *, prefix: str = "", right: bool = False) -> LayerErrors:
-        """How far each layer is from stock's.
-
-        Args:
-            right: the outputs are the same, so nothing begins.
+        Raises:
+            UncheckedError: stock runs nothing of it.
         """
-        return layer_errors(self.ours, self.stock, run.results, prefix + run.name, tolerance, right=right)
+        gaps: list[Difference] = []
+        agreement: list[torch.Tensor] = []
+        message, layers, tensors = "", None, 0
+        others: list[str] = []
+        self.failing = None
+        for each in references:
+            reference = each if not each.few or self.stacks else next(self.references([each.run]), each)
+            gap, text, mine = self.beside(reference, tolerance, reached)
+            if text and reference.few and not message:
+                reference = next(self.references([each.run], few=False), reference)
+                gap, text, mine = self.beside(reference, tolerance, reached)
+                if not text:  # the few don't represent all
+                    self.stacks.clear()
+            gaps.append(gap)
+            if reference.run.learns:
+                tensors = len(reference.expected)
+            else:
+                agreement += _agreement(mine, reference.expected)
+            if text and message:
+                others.append(reference.run.name)
+            elif text:
+                self.failing = reference
+                if gap.scale and gap.where:  # outputs, not gradients
+                    run = replace(reference.run, learns=False)
+                    layers = layer_errors(self.ours, self.stock, run.results, prefix + run.name, tolerance)
+                    text += f"; {self.blame(layers.begins)}"
+                message = f"on {prefix}{reference.run.name} {text}"
+        if not gaps:
+            raise UncheckedError(f"stock raises {self.refusal}")
+        if others:
+            shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+            message += f"; {len(others)} of the {len(gaps) - 1} other inputs differ too: {shown}"
+        worst = max(gaps, key=lambda gap: gap.share)
+        figures = [("max abs", worst.absolute), ("max relative", worst.relative)]
+        if agreement:
+            figures.append(("argmax agreement", float(torch.stack(agreement).mean())))
+        figures.append(("tensors", float(tensors)) if tensors else ("inputs", float(len(gaps))))
+        allowed = tolerance * (GRADIENTS if tensors else max(1.0, worst.scale))
+        return Stage(stage, not message, tuple(figures), allowed, message, layers=layers)
+
+    def beside(
+        self, reference: Reference, tolerance: float, reached: set[str] | None = None
+    ) -> tuple[Difference, str, dict[str, torch.Tensor]]:
+        """How far the patched model is from stock, what is wrong with it, and what it gives."""
+        run, expected, few = reference
+        try:
+            with self.layers(few), noting_calls(self.ours, reached):
+                mine = run.results(self.ours)
+        except Exception as error:  # stock went through it
+            return Difference(math.inf, math.inf, 0.0), f"{self.name} raises {error_text(error)}", {}
+        (outputs, learned), (theirs, to_learn) = map(_parted, (mine, expected))
+        gap = differences(outputs, theirs)
+        if not gap.within(tolerance):
+            return gap, f"they differ by {gap.absolute:.3g}, in {gap.where}" if gap.scale else gap.where, mine
+        if not run.learns:
+            return gap, "", mine
+        gaps = {key: difference([learned[key]] if key in learned else [], [one]) for key, one in to_learn.items()}
+        # What is small beside the median of the largest gradient of each tensor is rounding.
+        typical = statistics.median_high([gap.scale for gap in gaps.values()])
+        allowed = GRADIENTS * tolerance
+        wrong = [key for key, gap in gaps.items() if not gap.absolute <= allowed * (max(gap.scale, typical) or 1.0)]
+        return max(gaps.values()), f"they differ for {', '.join(compress(wrong))}" if wrong else "", mine
 
     def compare_weights(
         self, name: str, expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]
@@ -189,6 +243,12 @@ class Pair:
         if mine is not theirs and unrebound(mine) is theirs:
             kind = f"{mine.__qualname__}, which calls replaced functions"
         return f"it begins in {path or 'the model itself'} ({kind})"
+
+
+def _parted(values: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Outputs, and gradients under the names of what they are of."""
+    gradients = {name[len(GRADIENT) :]: value for name, value in values.items() if name.startswith(GRADIENT)}
+    return {name: value for name, value in values.items() if not name.startswith(GRADIENT)}, gradients
 
 
 def _equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -47,6 +47,10 @@ class Gain(NamedTuple):
     def verdict(self) -> str:
         """In a word: less is better."""
         return "no difference" if not self.differs else "better" if self.ratio < 1 else "worse"
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it for JSON."""
+        return self._asdict() | {"verdict": self.verdict}
 
 
 def gain(rounds: Sequence[Sequence[float]]) -> Gain:

@@ -22,16 +22,15 @@ from patcher.codegen.bridges.to_patcher import to_patcher
 from patcher.codegen.generation.generator import Generated, build
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec
 from patcher.construction.in_force import unpatched
-from patcher.display.parts import Cell, Notes, Part, Table
-from patcher.display.shown import Shown
-from patcher.errors import CodegenError, UnmatchedPatchError, VerificationError
+from patcher.display.parts import Notes, Part, Table
+from patcher.errors import CodegenError, UnmatchedPatchError
 from patcher.spec.patcher import Patcher
 from patcher.verification.comparing import UncheckedError, error_text
 from patcher.verification.inputs import chosen_passes
 from patcher.verification.progress import under_way
 from patcher.verification.sides import Side, random_checkpoint
 from patcher.verification.small_configs import small_config
-from patcher.verification.verify import HEADS, Verification, compared
+from patcher.verification.verify import HEADS, Judged, Verification, compare
 
 #: What is compared of a file, on the quick inputs: beside stock all of it, beside the runtime patch what is computed.
 _STAGES = ("outputs", "gradients", "save")
@@ -42,7 +41,7 @@ _Place = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class FileVerification(Shown):
+class FileVerification(Judged):
     """What `patcher.codegen.verify` found.
 
     Attributes:
@@ -66,8 +65,6 @@ class FileVerification(Shown):
     skipped: tuple[tuple[str, str], ...] = ()
     seconds: float = field(default=0.0, compare=False)
 
-    _also = ("passed", "failures")
-
     @property
     def passed(self) -> bool:
         """Whether nothing is wrong."""
@@ -81,23 +78,15 @@ class FileVerification(Shown):
         ]
         return (*self.problems, *found, *(f"{text} never ran" for text in self.unrun if not self.partly))
 
-    def raise_on_failure(self) -> None:
-        """Raise if something is wrong.
-
-        Raises:
-            VerificationError: with all that is.
-        """
-        if not self.passed:
-            raise VerificationError(f"{self.file} is wrong:\n  " + "\n  ".join(self.failures or ("nothing was run",)))
+    def _wrong(self) -> str:
+        text = f"{self.file} is wrong:\n  " + "\n  ".join(self.failures or ("nothing was run",))
+        return "" if self.passed else text
 
     @property
     def _beside(self) -> Iterator[tuple[str, Verification]]:
         """All verifications, each with what the file is compared with."""
         yield from (("the runtime patch", each) for each in self.exact)
         yield from (("stock", each) for each in self.models)
-
-    def _verdict(self) -> Cell:
-        return Cell("PASSED", "good") if self.passed else Cell("FAILED", "bad")
 
     def _headline(self) -> str:
         apart = max((model.figures("outputs").get("max relative", 0.0) for model in self.models), default=0.0)
@@ -157,7 +146,12 @@ def verify(
         under_way(f"verifying {config.target_file}", seed, {}) as (folder, step),
         _imported(generated, folder) as module,
     ):
-        patcher = _patcher(config, generated, problems)
+        patcher: Patcher | None = None  # where it would change nothing, or can't be made
+        try:
+            patcher = to_patcher(config) if generated.patches else None
+        except CodegenError as error:
+            if "to_patcher() would change nothing" not in str(error):
+                problems.append(f"the runtime patch: {error}")
         left = _places_of(generated, module)
         for stock in _candidates(config, importlib.import_module(config.source_module), module, model_class):
             if found["stock"] and not left and model_class is None:
@@ -228,10 +222,10 @@ def _beside(
     if patcher is not None:
         try:
             runtime = loaded("the runtime patch", stock, patcher)
-            yield "the runtime patch", compared(runtime, file, stages=_STAGES[:-1], quick=True, tolerance=0.0)
+            yield "the runtime patch", compare(runtime, file, stages=_STAGES[:-1], quick=True, tolerance=0.0)
         except UnmatchedPatchError:  # of parts that this model doesn't have
             allowed = 0.0
-    yield "stock", compared(loaded("stock", stock), file, stages=_STAGES, quick=True, tolerance=allowed)
+    yield "stock", compare(loaded("stock", stock), file, stages=_STAGES, quick=True, tolerance=allowed)
 
 
 @contextmanager
@@ -255,16 +249,6 @@ def _imported(generated: Generated, folder: Path) -> Iterator[ModuleType]:
         yield module
     finally:
         del sys.modules[name]
-
-
-def _patcher(config: PatchSpec, generated: Generated, problems: list[str]) -> Patcher | None:
-    """The runtime patch; None where it would change nothing, or can't be made."""
-    try:
-        return to_patcher(config) if generated.patches else None
-    except CodegenError as error:
-        if "to_patcher() would change nothing" not in str(error):
-            problems.append(f"the runtime patch: {error}")
-        return None
 
 
 def _candidates(
@@ -291,18 +275,18 @@ def _candidates(
 
 
 def _places_of(generated: Generated, module: ModuleType) -> dict[str, set[_Place]]:
-    """Each patch of the author whose code can run, and where that is."""
-    found: dict[str, set[_Place]] = {}
-    for patch in generated.patches:
-        if patch.new and patch in generated.config.of_runtime:
-            continue  # how the models of a file read and write, and heads that they may not have
-        if places := _places(module, patch):
-            found[f"{patch.kind.value} {patch.target}"] = places
-    return found
+    """Each patch of the author whose code can run, and where that is: none of what isn't run, an import for one."""
+    found = {
+        f"{patch.kind.value} {patch.target}": _places(module, patch)
+        for patch in generated.patches
+        # Not how the models of a file read and write, nor heads that they may not have.
+        if not patch.new or patch not in generated.config.of_runtime
+    }
+    return {label: places for label, places in found.items() if places}
 
 
 def _places(module: ModuleType, patch: Patch) -> set[_Place]:
-    """Those of the functions that a patch has written or imported; none of what isn't run, an import for one."""
+    """Those of the functions that a patch has written or imported."""
     parts = patch.target.split(".")
     if parts[-1] in ("setter", "deleter", "getter") and len(parts) > 2:
         parts.pop()
@@ -310,8 +294,9 @@ def _places(module: ModuleType, patch: Patch) -> set[_Place]:
     for part in [*parts, "__init__"] if patch.kind is PatchKind.MODIFY_INIT else parts:
         value = vars(value).get(part) if isinstance(value, type | ModuleType) else None
     found = list(vars(value).values()) if isinstance(value, type) else [value]
-    accessors = [(each.fget, each.fset, each.fdel) if isinstance(each, property) else (each,) for each in found]
-    functions = (inspect.unwrap(getattr(each, "__func__", each)) for several in accessors for each in several if each)
+    for each in [each for each in found if isinstance(each, property)]:
+        found += [each.fget, each.fset, each.fdel]
+    functions = (inspect.unwrap(getattr(each, "__func__", each)) for each in found)
     codes = (each.__code__ for each in functions if isinstance(each, FunctionType))
     return {(code.co_filename, code.co_firstlineno) for code in codes}
 

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from patcher.checkpoints.model_classes import PLACES
+from patcher.verification.comparing import error_text
 from patcher.verification.numerics import floating_tensors, noting_calls
 from patcher.verification.passes import Pass as Pass, fitted, parameters_of
 
@@ -92,17 +93,7 @@ def chosen_passes(model: Any, first: Iterable[Pass] = (), reached: Iterable[str]
         if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d)
         or any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
     }
-    errors: list[Exception] = []
-
-    def reached_by(one: Pass) -> set[str] | None:
-        here: set[str] = set()
-        try:
-            with torch.no_grad(), noting_calls(model, here):
-                return here & layers if one.of(model) else None
-        except Exception as error:  # whatever a model raises for what it isn't made for
-            errors.append(error)
-            return None
-
+    errors: list[str] = []
     reached = set(reached)
     chosen: list[Pass] = []
     # The whole first, then models inside of which it has not reached everything: towers that want other inputs.
@@ -113,14 +104,19 @@ def chosen_passes(model: Any, first: Iterable[Pass] = (), reached: Iterable[str]
         for one in chain(() if path else first, _candidates(part, path)):
             if reached and reached >= inside:
                 break
-            here = reached_by(one)
-            if here is not None and (not reached or here - reached):
+            here: set[str] = set()
+            try:
+                with torch.no_grad(), noting_calls(model, here):
+                    given = one.of(model)
+            except Exception as error:  # whatever a model raises for what it isn't made for
+                errors.append(error_text(error))
+                continue
+            here &= layers
+            if given and (not reached or here - reached):
                 chosen.append(one)
                 reached |= here
     if not chosen and not reached:
-        raise NoInputsError(
-            f"{type(errors[0]).__name__}: {errors[0]}" if errors else f"{type(model).__name__} takes nothing"
-        )
+        raise NoInputsError(errors[0] if errors else f"{type(model).__name__} takes nothing")
     return chosen
 
 

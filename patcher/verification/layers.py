@@ -1,94 +1,42 @@
-"""Running both models on a few of their layers, where many are alike."""
+"""Which layers of two models are alike, so that a few represent all, and in which module an error begins."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from patcher.compat.models import GradientCheckpointingLayer
 from patcher.construction.plain_tensors import TORCH_ATTRIBUTES
 from patcher.layouts.carried import CARRIED
-from patcher.verification.comparing import Comparison, Pair, Stage
-from patcher.verification.passes import OnStock, Pass, Reference, tried
-
-Found = TypeVar("Found", Comparison, Stage)
+from patcher.patterns import inside, is_number
+from patcher.verification.numerics import Difference, difference, floating_tensors, hooked
 
 
-def on_few_layers(pair: Pair, probes: Sequence[Pass], check: Callable[[OnStock], Found]) -> Found:
-    """What a check finds on a few layers. What is wrong there is looked at on all of them, which decides.
-
-    Args:
-        probes: what stock has to run on a few as it does on all.
-        check: is given what runs stock, and leaves out what stock refuses. It is made on all layers if stock runs
-            any of that there.
-    """
-    refused: list[Pass] = []
-
-    def on_stock(runs: Iterable[Pass]) -> Iterator[Reference]:
-        for run in runs:
-            found = list(tried([run], pair.stock))
-            refused.extend([] if found else [run])
-            yield from found
-
-    found: Found | None = None
-    with few_layers(pair, probes) as fewer:
-        try:
-            found = check(on_stock)
-        except Exception:  # it may be that some are missing
-            if not fewer:
-                raise
-    if found is not None and (not fewer or not (found.message or any(tried(refused, pair.stock)))):
-        return found
-    return check(partial(tried, stock=pair.stock))
-
-
-@contextmanager
-def few_layers(pair: Pair, probes: Sequence[Pass]) -> Iterator[bool]:
-    """Within, both models have only some of the layers that are alike; whether that is so.
+def stacks_of(stock: nn.Module, ours: nn.Module) -> Iterator[tuple[nn.Module, set[int]]]:
+    """The stacks of layers of both models, each with the numbers of those that represent all.
 
     Of each kind the first two, the one in the middle and the last: what depends on the number of a layer is mostly
-    a bound on it, or whether it is even. All layers stay where stock can't run these passes with fewer.
+    a bound on it, or whether it is even.
     """
-    stacks = dict(_stacks(pair))
-    before = [(stack, list(stack._modules.items())) for stack in stacks]
-    try:
-        for stack, modules in before:
-            # Under their own names: code that finds modules by paths works, and code that needs all numbers raises.
-            stack._modules = OrderedDict(modules[number] for number in sorted(stacks[stack]))
-        fewer = bool(stacks) and len(list(tried(probes, pair.stock))) == len(probes)
-        if not fewer:
-            _restore(before)
-        yield fewer
-    finally:
-        _restore(before)
-
-
-def _restore(before: Sequence[tuple[nn.Module, list[tuple[str, Any]]]]) -> None:
-    for stack, modules in before:
-        stack._modules = OrderedDict(modules)
-
-
-def _stacks(pair: Pair) -> Iterator[tuple[nn.Module, set[int]]]:
-    """The stacks of layers of both models, each with the numbers of those that represent all."""
-    theirs = dict(pair.stock.named_modules())
-    for path, ours in pair.ours.named_modules():
-        stock = theirs.get(path)
-        if not (isinstance(ours, nn.ModuleList) and isinstance(stock, nn.ModuleList)) or len(ours) != len(stock):
+    theirs = dict(stock.named_modules())
+    for path, stack in ours.named_modules():
+        other = theirs.get(path)
+        if not (isinstance(stack, nn.ModuleList) and isinstance(other, nn.ModuleList)) or len(stack) != len(other):
             continue
         around = [path[:place] for place, letter in enumerate(path) if letter == "."]
-        if any(type(theirs.get(each)) is not type(pair.ours.get_submodule(each)) for each in ["", *around]):
+        if any(type(theirs.get(each)) is not type(ours.get_submodule(each)) for each in ["", *around]):
             continue  # a replacement may go through the layers in another way
-        if not all(isinstance(layer, GradientCheckpointingLayer) for layer in stock):
+        if not all(isinstance(layer, GradientCheckpointingLayer) for layer in other):
             continue  # not known to be run one after another
-        pairs = zip(ours, stock, strict=True)
-        numbers = _representatives([[*_description(one), *_description(other)] for one, other in pairs])
-        if len(numbers) < len(ours):
-            yield from [(ours, numbers), (stock, numbers)]
+        pairs = zip(stack, other, strict=True)
+        numbers = _representatives([[*_description(mine), *_description(layer)] for mine, layer in pairs])
+        if len(numbers) < len(stack):
+            yield from [(stack, numbers), (other, numbers)]
 
 
 def _representatives(described: Sequence[list[Any]]) -> set[int]:
@@ -132,3 +80,106 @@ def _alike(one: list[Any], other: list[Any], numbers: tuple[int, int]) -> bool:
         )
     except Exception:  # tensors of several elements, for one
         return False
+
+
+Run = Callable[[nn.Module], object]
+_Call = tuple[list[torch.Tensor], list[torch.Tensor]]  # what went in, what came out
+
+
+class LayerErrors(NamedTuple):
+    """How far the output of each layer is from stock's, on one input.
+
+    Attributes:
+        inputs: the name of the input.
+        allowed: the error that is allowed, relative to the magnitude of stock's output, or to 1 where that is less.
+        errors: (path, error) of each layer, and of what is before, between and after them, in the order of the calls;
+            of the layer where the error begins what is in it too.
+        begins: the module where it begins, None where nothing differs.
+    """
+
+    inputs: str
+    allowed: float
+    errors: tuple[tuple[str, float], ...]
+    begins: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it for JSON."""
+        return {**self._asdict(), "errors": dict(self.errors)}
+
+
+def layer_errors(
+    ours: nn.Module, stock: nn.Module, run: Run, inputs: str, allowed: float, *, right: bool = False
+) -> LayerErrors:
+    """Run both models, and compare what goes into each module and what comes out.
+
+    An error begins in the first module whose inputs are equal and whose outputs differ, of nested ones the innermost.
+    Where small differences add up until they are more than is allowed, it is the one that has added most so far.
+
+    >>> class Off(nn.Linear):
+    ...     def forward(self, x):
+    ...         return super().forward(x) * 1.01
+    >>> stock = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    >>> ours = nn.Sequential(stock[0], nn.Sequential(Off(2, 2), nn.Tanh()))
+    >>> _ = ours.load_state_dict(stock.state_dict())
+    >>> found = layer_errors(ours, stock, lambda model: model(torch.ones(1, 2)), "ones", 1e-5)
+    >>> found.begins, [path for path, _ in found.errors]
+    ('1.0', ['0', '1', '1.0', '1.1'])
+
+    Args:
+        inputs: what to call them.
+        right: the outputs are the same, so nothing begins.
+    """
+    worst: dict[str, float] = {}
+    due = begins = None
+    most = 0.0
+    for path, before, after in _gaps(ours, stock, run):
+        if (grown := after.share - before.share) > most:
+            most, due = grown, path
+        if begins is None and before.within(allowed) and not after.within(allowed):
+            begins = due
+        if not math.isinf(after.absolute) or after.scale:  # else it returns another structure, which may be intended
+            error = math.inf if math.isnan(after.share) else after.share
+            worst[path] = max(error, worst.get(path, 0.0))
+    begins = None if right else due if begins is None else begins
+    rows: list[str] = []
+    for path in _layers(list(worst)):
+        rows.append(path)
+        if begins is not None and begins.startswith(inside(path)) and path:
+            rows += [each for each in worst if each.rpartition(".")[0] == path]
+    return LayerErrors(inputs, allowed, tuple((path, worst[path]) for path in rows), begins)
+
+
+def _gaps(ours: nn.Module, stock: nn.Module, run: Run) -> Iterator[tuple[str, Difference, Difference]]:
+    """Of each call of a module that both have the inputs and the outputs, in the order in which stock returns."""
+    mine: dict[str, list[_Call]] = {}
+    for path, call in reversed(_calls(ours, run)):
+        mine.setdefault(path, []).append(call)
+    for path, (inputs, outputs) in _calls(stock, run):
+        found = mine[path].pop() if mine.get(path) else None
+        if found is not None and outputs:
+            yield path, difference(found[0], inputs), difference(found[1], outputs)
+
+
+def _calls(model: nn.Module, run: Run) -> list[tuple[str, _Call]]:
+    calls: list[tuple[str, _Call]] = []
+
+    def note(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        # Copies: a later module may write into the very same memory.
+        given, found = (
+            [each.detach().clone() for each in floating_tensors(some)] for some in ((args, kwargs), output)
+        )
+        calls.append((path, (given, found)))
+
+    with hooked((module, partial(note, path)) for path, module in model.named_modules()), torch.no_grad():
+        run(model)
+    return calls
+
+
+def _layers(paths: Sequence[str]) -> list[str]:
+    """The outermost numbered modules, and of the others the outermost that have none of these in them."""
+    numbers = {path: sum(map(is_number, path.split("."))) for path in paths}
+    numbered = {path for path in paths if is_number(path.rpartition(".")[2]) and numbers[path] == 1}
+    around = {path[:place] for path in numbered for place, letter in enumerate(path) if letter == "."} | {""}
+    others = [path for path in paths if path not in around and not numbers[path]]
+    outermost = {path for path in others if not any(path.startswith(inside(other)) for other in others)}
+    return [path for path in paths if path in numbered or path in outermost]

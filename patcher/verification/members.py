@@ -1,16 +1,27 @@
-"""The members of a patcher: each key, each fusion and each conversion as a patcher of its own."""
+"""The members of a patcher, each key, each fusion and each conversion, and which of them is wrong."""
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable
+import warnings
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import replace
+from itertools import combinations
+from typing import Any, NamedTuple
 
 from patcher.errors import PatchConflictError
+from patcher.loading.record import record_of
+from patcher.patterns import inside
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import MAPPINGS
+from patcher.verification.checks import Run
+from patcher.verification.comparing import Stage
+
+#: Of more members not every subset is measured.
+FEW = 3
 
 
 def members_of(patcher: Patcher) -> list[Patcher]:
@@ -34,9 +45,110 @@ def only(patcher: Patcher, members: Iterable[Patcher], **more: Any) -> Patcher:
     return patcher.replace(**fields | {"alternatives": (), "name": ""} | more)
 
 
-def joined(patchers: Iterable[Patcher]) -> Patcher | None:
-    """All in one; None where they contradict one another, or there are none."""
-    several = list(patchers)
+# --- what is measured
+
+
+def measured_members(patcher: Patcher) -> list[Patcher]:
+    """Each key and each fusion alone; a patcher with conversions is one member."""
+    members = members_of(patcher)
+    conversions = patcher.extra_weight_conversions or patcher.filtered_weight_conversion_patterns
+    if len(members) < 2 or conversions or patcher.new_weights or patcher.dropped_weights:
+        return [patcher]
+    return [only(patcher, [member]) for member in members]
+
+
+def candidates_of(patchers: Sequence[Patcher], members: Sequence[Patcher]) -> list[Patcher]:
+    """What is measured: what was given, and the subsets of its members; of many each alone, and all."""
+    sizes = range(1, len(members) + 1) if len(members) <= FEW else (1, len(members))
+    return unique(
+        [*patchers, *(each for size in sizes for some in combinations(members, size) for each in joined(some))]
+    )
+
+
+def joined(patchers: Sequence[Patcher]) -> list[Patcher]:
+    """All in one; none where they contradict one another, or there are none."""
     with suppress(PatchConflictError):
-        return functools.reduce(operator.or_, several) if several else None
-    return None
+        return [functools.reduce(operator.or_, patchers)] if patchers else []
+    return []
+
+
+def unique(patchers: Iterable[Patcher]) -> list[Patcher]:
+    """Without those that do what one before them does."""
+    found: dict[Patcher, Patcher] = {}
+    for each in patchers:
+        found.setdefault(each.replace(name="", alternatives=()), each)
+    return list(found.values())
+
+
+Fails = Callable[[Sequence[Patcher]], bool]
+
+
+class Guilty(NamedTuple):
+    """The member of a patcher that is wrong.
+
+    Attributes:
+        member: as it is written: `Patcher(fusions=['qkv'])`.
+        alone: whether it fails alone; otherwise the patcher passes without it.
+        layer: the first module whose outputs differ although its inputs don't; None where no outputs differ.
+    """
+
+    member: str
+    alone: bool
+    layer: str | None = None
+
+    def __str__(self) -> str:
+        why = "it fails alone" if self.alone else "the others pass without it"
+        return f"{self.member}: {why}" + (
+            "" if self.layer is None else f", from {self.layer or 'the model itself'} on"
+        )
+
+
+def guilty_of(run: Run, patcher: Patcher, stages: Sequence[Stage]) -> Guilty | None:
+    """The member that makes the first failing stage fail; None where it isn't a single one.
+
+    A bisection: the patched model is loaded about log2(members) times, and each is run on the input on which the
+    outputs were wrong, or through the stage that failed.
+    """
+    failed = next(stage for stage in stages if not stage.passed)
+    layer = failed.layers.begins if failed.layers else None
+    members = members_of(patcher)
+    conversions = [Patcher(extra_weight_conversions=each) for each in patcher.extra_weight_conversions]
+    if len(members) + (not members) * len(conversions) == 1:
+        return Guilty(repr((members or conversions)[0]), alone=True, layer=layer)
+    if failed.name == "load" and conversions:
+        return None  # a part of them may not load for other reasons
+
+    def fails(some: Sequence[Patcher]) -> bool:
+        more = {"fingerprints": {}, "transformers": "", "strict": failed.name == "load"}
+        side = replace(run.mine, patcher=only(patcher, [*some, *conversions], **more))
+        with warnings.catch_warnings():  # of what has no effect without the others
+            warnings.simplefilter("ignore")
+            return run.fails(side, failed.name)
+
+    if conversions and fails(()):  # conversions of stock modules, whatever is replaced
+        members, conversions = conversions, []
+    last = next((each for each in _owners(run, members, layer) if fails([each])), None)
+    alone = last is not None
+    if last is None:
+        last = members[bisect_left(range(1, len(members)), True, key=lambda count: fails(members[:count]))]
+        alone = fails([last])
+        if not alone and fails([each for each in members if each is not last]):
+            return None
+    return Guilty(repr(last), alone, layer)
+
+
+def _owners(run: Run, members: Sequence[Patcher], layer: str | None) -> Iterator[Patcher]:
+    """The members that have put something where the error begins."""
+    record = record_of(run.pair.ours) if layer is not None else None
+    if record is None:
+        return
+    around = [item for item in record.modules if f"{layer}.".startswith(inside(item.path))]
+    nearest = max(around, key=lambda item: len(item.path), default=None)
+    fused = {item.fusion for item in around}
+    kinds = {cls.__name__ for cls in type(run.pair.ours.get_submodule(str(layer))).__mro__}
+    called = {name.rpartition(":")[2] for name, _, callers in record.functions if kinds & {*callers}}
+    for member in members:
+        classes = [*member.class_mapping.values(), *member.module_mapping.values()]
+        functions = {key.rpartition(":")[2] for key in member.function_mapping}
+        if (nearest and nearest.replacement in classes) or functions & called or fused & {*member.fusions}:
+            yield member

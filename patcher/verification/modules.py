@@ -6,8 +6,9 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
@@ -17,8 +18,7 @@ from transformers import PretrainedConfig
 
 from patcher.compat.models import choose_experts_implementation, implementation
 from patcher.verification.comparing import Pair, Stage, UncheckedError, error_text
-from patcher.verification.layers import few_layers
-from patcher.verification.numerics import floating_tensors, is_floating
+from patcher.verification.numerics import floating_tensors, hooked, is_floating
 from patcher.verification.passes import Pass, seeded
 
 #: Operations whose result suffers when they are done in half precision, which is why modeling code upcasts for them.
@@ -35,11 +35,8 @@ SCALES, ACCURATE = (1.0, 16.0, 256.0), 0.05
 HALVES = (torch.bfloat16, torch.float16)
 
 
-class Call(NamedTuple):
-    """What a module was called with."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+#: What a module was called with: the arguments by place, and by name.
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def captured(stock: nn.Module, paths: Iterable[str], passes: Iterable[Pass]) -> dict[str, Call]:
@@ -52,24 +49,20 @@ def captured(stock: nn.Module, paths: Iterable[str], passes: Iterable[Pass]) -> 
         path, numbers = wanted[module], [0]
         recursively_apply(lambda tensor: numbers.append(tensor.numel()), (args, kwargs))
         if (size := sum(numbers)) > sizes.get(path, 0):
-            sizes[path], calls[path] = size, Call(copy.deepcopy(args), copy.deepcopy(kwargs))
+            sizes[path], calls[path] = size, copy.deepcopy((args, kwargs))
 
     # Before the call: what goes in may be written to, a cache for one.
-    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in wanted]
-    try:
-        with torch.no_grad():
-            for one in passes:
-                one.of(stock)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with hooked(((module, note) for module in wanted), before=True), torch.no_grad():
+        for one in passes:
+            one.of(stock)
     return calls
 
 
 def run_alone(module: nn.Module, call: Call, seed: int = 0) -> list[torch.Tensor]:
     """What a module makes of its inputs, as stock gives them."""
+    args, kwargs = copy.deepcopy(call)
     with seeded(seed):
-        return list(floating_tensors(module(*copy.deepcopy(call.args), **copy.deepcopy(call.kwargs))))
+        return list(floating_tensors(module(*args, **kwargs)))
 
 
 def precision_stage(
@@ -83,7 +76,8 @@ def precision_stage(
     """
     if not paths:
         raise UncheckedError("nothing is replaced")
-    with few_layers(pair, passes):
+    calls: dict[str, Call] = {}
+    with pair.layers(few=True), suppress(Exception):
         there = dict(pair.stock.named_modules())
         calls = captured(pair.stock, [path for path in paths if path in there], passes)
     if calls.keys() != set(paths):
@@ -109,29 +103,19 @@ def precision_stage(
 
 
 @contextmanager
-def eager_attention(model: Any) -> Iterator[bool]:
-    """Within, a model that computes attention by sdpa does it as its own code says; whether it is such a model."""
-    is_other = implementation(model, "attn") == "sdpa"
+def eager(model: Any, what: str) -> Iterator[bool]:
+    """Within, a model computes attention ("attn") or "experts" as its own code says: no other way of experts
+    multiplies float64. Whether that is another way than its own, for attention than sdpa."""
+    before = implementation(model, what)
+    choose = model.set_attn_implementation if what == "attn" else partial(choose_experts_implementation, model)
+    is_other = before == "sdpa" or (what == "experts" and before is not None)
     try:
         if is_other:
-            model.set_attn_implementation("eager")
-        yield is_other and implementation(model, "attn") == "eager"
+            choose("eager")
+        yield is_other and implementation(model, what) == "eager"
     finally:
         if is_other:
-            model.set_attn_implementation("sdpa")
-
-
-@contextmanager
-def _eager_experts(model: Any) -> Iterator[None]:
-    """Within, a model computes experts as its own code says: no other way multiplies float64."""
-    before = implementation(model, "experts")
-    if before is not None:
-        choose_experts_implementation(model, "eager")
-    try:
-        yield
-    finally:
-        if before is not None:
-            choose_experts_implementation(model, before)
+            choose(str(before))
 
 
 def _ratios(pair: Pair, alone: nn.Module, path: str, call: Call, dtype: torch.dtype) -> Iterator[tuple[float, str]]:
@@ -153,7 +137,7 @@ def _ratios(pair: Pair, alone: nn.Module, path: str, call: Call, dtype: torch.dt
         try:
             with done_by_stock:
                 theirs, of_larger = run_alone(module, given), run_alone(module, larger)
-            with _eager_experts(pair.stock):
+            with eager(pair.stock, "experts"):
                 correct = run_alone(exact, cast(given, torch.float64))
         except Exception:  # it can't be run alone, or not in half precision
             return
@@ -206,8 +190,8 @@ def cast(call: Call, dtype: torch.dtype, scale: float = 1.0) -> Call:
         factor, first = scale if first else 1.0, False
         return (tensor.double() * factor).clamp(-bound, bound).to(dtype)
 
-    args, kwargs = recursively_apply(of, tuple(call), test_type=is_floating)
-    return Call(args, kwargs)
+    scaled: Call = recursively_apply(of, call, test_type=is_floating)
+    return scaled
 
 
 def _distance(found: torch.Tensor, exact: torch.Tensor) -> float:

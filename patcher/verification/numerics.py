@@ -85,21 +85,25 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> Difference:
 
 
 @contextmanager
-def noting_calls(model: nn.Module, reached: set[str]) -> Iterator[None]:
+def noting_calls(model: nn.Module, reached: set[str] | None) -> Iterator[None]:
     """Add the paths of the modules that are called, and of those that they are in, under each of their names."""
+    modules = () if reached is None else model.named_modules(remove_duplicate=False)
 
     def note(path: str, *_: object) -> None:
-        if path not in reached:
+        if reached is not None and path not in reached:
             reached.update(accumulate(path.split("."), "{}.{}".format), [""])
 
-    with hooked((module, partial(note, path)) for path, module in model.named_modules(remove_duplicate=False)):
+    with hooked((module, partial(note, path)) for path, module in modules):
         yield
 
 
 @contextmanager
-def hooked(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Within, each hook is called after its module, with the module, its arguments and its output."""
-    handles = [module.register_forward_hook(hook, with_kwargs=True) for module, hook in hooks]
+def hooked(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]], *, before: bool = False) -> Iterator[None]:
+    """Within, each hook is called after its module, with the module, its arguments and its output, or before it."""
+    if before:
+        handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in hooks]
+    else:
+        handles = [module.register_forward_hook(hook, with_kwargs=True) for module, hook in hooks]
     try:
         yield
     finally:
@@ -127,8 +131,3 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tenso
 def is_floating(value: Any) -> bool:
     """Whether it is a tensor of floating-point numbers."""
     return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def copies(value: Any) -> list[torch.Tensor]:
-    """Of the floating-point tensors in it: a later module may write into the very same memory."""
-    return [tensor.detach().clone() for tensor in floating_tensors(value)]

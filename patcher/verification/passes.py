@@ -5,39 +5,42 @@ from __future__ import annotations
 import inspect
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
 from torch import nn
 
+from patcher.compat.models import named_parameters
+from patcher.loading.saving import saved_state_dict
 from patcher.verification.numerics import named_tensors
+
+#: What the names of gradients begin with in the results of a pass.
+GRADIENT = "the gradient of "
 
 
 @contextmanager
 def seeded(seed: int = 0) -> Iterator[None]:
     """Within, torch, numpy and `random` draw what the seed gives; afterwards they go on as if nothing was drawn."""
-    python, array, torchs = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    python, array = random.getstate(), numpy.random.get_state()
     alive: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = range(torch.cuda.device_count() if alive else 0)
-    states = [torch.cuda.get_rng_state(device) for device in devices]
     try:
-        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` formats a stack for devices that aren't there
-        if devices:
-            torch.cuda.manual_seed_all(seed)
-        random.seed(seed)
-        numpy.random.seed(seed)
-        yield
+        with torch.random.fork_rng(devices):
+            torch.default_generator.manual_seed(
+                seed
+            )  # `torch.manual_seed` formats a stack for devices that aren't there
+            if devices:
+                torch.cuda.manual_seed_all(seed)
+            random.seed(seed)
+            numpy.random.seed(seed)
+            yield
     finally:
         random.setstate(python)
         numpy.random.set_state(array)
-        torch.set_rng_state(torchs)
-        for device, state in zip(devices, states, strict=True):
-            torch.cuda.set_rng_state(state, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +53,9 @@ class Pass:
         path: of the model inside.
         title: what to call it, where method and arguments don't say it.
         counted: (batch, length), True where there is a token; None where all positions of the outputs count.
-        chunks: the lengths of the pieces in which the tokens come, with a cache of those before; () for one call.
-        cache: what the model calls that.
         calls: in place of it, these one after another, on a model that may keep something of each for the next.
+        cache: what the model calls the cache that each of these hands to the next, "" if there is none.
+        learns: whether the gradients of all parameters are results too.
     """
 
     method: str
@@ -60,9 +63,9 @@ class Pass:
     path: str = ""
     title: str = ""
     counted: torch.Tensor | None = None
-    chunks: tuple[int, ...] = ()
-    cache: str = ""
     calls: tuple[Pass, ...] = ()
+    cache: str = ""
+    learns: bool = False
 
     @property
     def name(self) -> str:
@@ -79,39 +82,22 @@ class Pass:
     def results(self, model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
         """The outputs by name, and the arguments as they are after the run: a model that writes into them shows it."""
         found: dict[str, torch.Tensor] = {}
-        with without_memory(model):
+        memory: Any = None
+        with without_memory(model), torch.enable_grad() if self.learns else nullcontext():
             for number, one in enumerate(self.calls or (self,), 1):
                 call = f"call {number} ({one.name}), " if self.calls else ""
                 arguments = fitted(one.arguments, model)
+                cached = {self.cache: memory} if self.cache else {}
+                part: Any = model.get_submodule(one.path)
                 with seeded(seed):
-                    outputs = dict(one._outputs(model.get_submodule(one.path), arguments))
-                after = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-                outputs |= {f"{name} after the call": value for name, value in after.items()}
-                found |= {f"{call}{name}": value for name, value in outputs.items()}
-        return found
-
-    def _outputs(self, part: nn.Module, arguments: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        call: Any = part if self.method == "forward" else getattr(part, self.method)
-        if not self.chunks:
-            for name, output in named_tensors(call(**arguments)):
-                yield name, _counted(output, self.counted)
-            return
-        memory, ids = None, _sequence(arguments)
-        for start, stop in pairwise(accumulate(self.chunks, initial=0)):
-            here = {name: value for name, value in arguments.items() if name not in (ids, "position_ids")}
-            for name in {ids, "position_ids"} & arguments.keys():
-                here[name] = arguments[name][:, start:stop]
-            if ids == "input_ids" and "attention_mask" in here:
-                here["attention_mask"] = here["attention_mask"][:, :stop]
-            result = call(**here, **{self.cache: memory})
-            memory = getattr(result, self.cache)
-            mask = None if self.counted is None else self.counted[:, start:stop]
-            yield f"logits of tokens {start + 1} to {stop}", _counted(result.logits, mask)
-
-
-def _sequence(arguments: dict[str, Any]) -> str:
-    """The argument whose tokens are cached."""
-    return "decoder_input_ids" if "decoder_input_ids" in arguments else "input_ids"
+                    given = (part if one.method == "forward" else getattr(part, one.method))(**arguments, **cached)
+                memory = getattr(given, self.cache, None)
+                for name, output in named_tensors(given):
+                    found[call + name] = _counted(output, one.counted)
+                for name, value in arguments.items():
+                    if isinstance(value, torch.Tensor):
+                        found[f"{call}{name} after the call"] = value
+            return found | _gradients(model, found) if self.learns else found
 
 
 def _counted(output: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -120,25 +106,23 @@ def _counted(output: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return output[mask.to(output.device)]
 
 
-class Reference(NamedTuple):
-    """A run, and what the stock model gives."""
-
-    run: Pass
-    expected: dict[str, torch.Tensor]
-
-
-#: Runs the stock model, and leaves out what it refuses.
-OnStock = Callable[[Iterable[Pass]], Iterator[Reference]]
-
-
-def tried(runs: Iterable[Pass], stock: nn.Module) -> Iterator[Reference]:
-    """Those that the stock model can run."""
-    for run in runs:
-        try:
-            with torch.no_grad():
-                yield Reference(run, run.results(stock))
-        except Exception:  # whatever a model raises for what it isn't made for
-            continue
+def _gradients(model: Any, outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of weighted sums of the outputs, in the layout of the checkpoint; the outputs are detached."""
+    model.zero_grad(set_to_none=True)
+    generator = torch.Generator().manual_seed(0)
+    loss = torch.zeros(())
+    for name, output in outputs.items():
+        if output.requires_grad:
+            weights = torch.randn(output.shape, generator=generator).to(output.device)
+            loss = loss + (output.float() * weights).mean().cpu()
+        outputs[name] = output.detach()
+    loss.backward()  # type: ignore[no-untyped-call]
+    gradients = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in named_parameters(model)
+    }
+    model.zero_grad(set_to_none=True)
+    return {f"{GRADIENT}{name}": value for name, value in saved_state_dict(model, gradients).items()}
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def progress(doing: str, shares: Mapping[str, float], shown: bool | None = None)
         form = "{desc} |{bar:20}| {elapsed}<{remaining}" if shares else "{desc} {elapsed}"
         total = sum(shares.values()) or 1.0
         bar = logs.tqdm(total=total, delay=MOMENT, leave=False, bar_format=form, file=sys.stderr)
-    # Not `quiet`: what transformers says meanwhile is, and this isn't.
+    # What transformers says meanwhile is put off, and this isn't.
     level = logging.WARNING if shown else logging.INFO
     logger = logging.getLogger("transformers.patcher") if level >= logs.get_verbosity() and bar is None else None
     started = before = time.perf_counter()
@@ -72,28 +72,17 @@ def progress(doing: str, shares: Mapping[str, float], shown: bool | None = None)
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """No bars and warnings of transformers: a dozen loads, and inputs that are only tried, would say much."""
-    logs: Any = transformers_logging
-    shown, verbosity = logs.is_progress_bar_enabled(), logs.get_verbosity()
-    logs.disable_progress_bar()
-    logs.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logs.set_verbosity(verbosity)
-        if shown:
-            logs.enable_progress_bar()
-
-
-@contextmanager
 def under_way(
     doing: str, seed: int, shares: Mapping[str, float], shown: bool | None = None
 ) -> Iterator[tuple[Path, Callable[..., None]]]:
     """An empty folder, and the function of `progress`. Random states, default dtype and gradient mode are the usual
-    ones within, and afterwards what they were: what is verified, replacements included, may set what it likes.
+    ones within, and afterwards what they were, as the number of threads is: what is verified, replacements included,
+    may set what it likes. No bars and warnings of transformers: a dozen loads, and inputs that are only tried, would
+    say much.
     """
-    dtype = torch.get_default_dtype()
+    logs: Any = transformers_logging
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    bars, verbosity = logs.is_progress_bar_enabled(), logs.get_verbosity()
     try:
         with (
             seeded(seed),
@@ -101,9 +90,14 @@ def under_way(
             torch.enable_grad(),
             tempfile.TemporaryDirectory() as name,
             progress(doing, shares, shown) as step,
-            quiet(),
         ):
+            logs.disable_progress_bar()
+            logs.set_verbosity_error()
             torch.set_default_dtype(torch.float32)
             yield Path(name), step
     finally:
         torch.set_default_dtype(dtype)
+        torch.set_num_threads(threads)
+        logs.set_verbosity(verbosity)
+        if bars:
+            logs.enable_progress_bar()

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import combinations
 from math import log
 from pathlib import Path
 from statistics import fmean, median
@@ -19,67 +18,26 @@ from patcher.spec.patcher import Patcher
 from patcher.verification.checks import TOLERANCES
 from patcher.verification.comparing import error_text
 from patcher.verification.gains import Gain, decided, gain
-from patcher.verification.members import joined, members_of, only
+from patcher.verification.members import unique
 from patcher.verification.numerics import difference
 from patcher.verification.sides import Side
 from patcher.verification.verify import verify
-from patcher.verification.works import Loaded, Work, loaded, works_of
+from patcher.verification.works import Work, loaded, works_of
 
 STOCK, AGAIN = "stock", "stock again"
 #: The mean of prompts, decoding and training.
 ALL = "all that is run"
-#: Of more members not every subset is measured.
-FEW = 3
 #: So many rounds are to fit into the time, and more are not needed; loads take no more than this part of it.
 _WANTED, _ENOUGH, _LOADING = 12, 40, 0.5
 #: A model that is made anew computes what stock does within so many tolerances of its type.
 _APART = 2.0
 
-
-def measured_members(patcher: Patcher) -> list[Patcher]:
-    """Each key and each fusion alone; a patcher with conversions is one member."""
-    members = members_of(patcher)
-    conversions = patcher.extra_weight_conversions or patcher.filtered_weight_conversion_patterns
-    if len(members) < 2 or conversions or patcher.new_weights or patcher.dropped_weights:
-        return [patcher]
-    return [only(patcher, [member]) for member in members]
-
-
-def candidates_of(patchers: Sequence[Patcher], members: Sequence[Patcher]) -> list[Patcher]:
-    """What is measured: what was given, and the subsets of its members; of many each alone, and all."""
-    sizes = range(1, len(members) + 1) if len(members) <= FEW else (1, len(members))
-    subsets = (joined(some) for size in sizes for some in combinations(members, size))
-    return unique([*patchers, *filter(None, subsets)])
-
-
-def unique(patchers: Iterable[Patcher]) -> list[Patcher]:
-    """Without those that do what one before them does."""
-    found: dict[Patcher, Patcher] = {}
-    for each in patchers:
-        found.setdefault(each.replace(name="", alternatives=()), each)
-    return list(found.values())
+#: What was measured of each, in one round: STOCK, AGAIN or a patcher -> the name of the figure -> the figure.
+Figures = dict[Any, dict[str, float]]
 
 
 class OverError(Exception):
     """The time is over."""
-
-
-@dataclass
-class Deadline:
-    """How long it may take."""
-
-    seconds: float
-    started: float = field(default_factory=time.perf_counter)
-
-    @property
-    def passed(self) -> float:
-        """Seconds since it began."""
-        return time.perf_counter() - self.started
-
-    def check(self) -> None:
-        """Raise where twice the time is nearly over."""
-        if self.passed > 1.8 * self.seconds:
-            raise OverError
 
 
 @dataclass
@@ -89,27 +47,33 @@ class Rounds:
     side: Side
     scratch: Path
     seed: int
-    deadline: Deadline
+    seconds: float  # that it may take
     step: Callable[..., None]
     parts: Sequence[str]
     checks: bool = True  # whether what isn't the same as stock is left out
     models: dict[Any, Any] = field(default_factory=dict)  # STOCK, AGAIN, or a patcher
     works: list[Work] = field(default_factory=list)
-    rounds: list[dict[Any, dict[str, float]]] = field(default_factory=list)
+    rounds: list[Figures] = field(default_factory=list)
     candidates: list[Patcher] = field(default_factory=list)
     failed: dict[Patcher, dict[str, str]] = field(default_factory=dict)
     left_out: dict[Patcher, str] = field(default_factory=dict)
     loading: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
 
+    @property
+    def passed(self) -> float:
+        """Seconds since it began."""
+        return time.perf_counter() - self.started
+
     def verify(self, patchers: Iterable[Patcher]) -> None:
         """Leave out those that aren't what stock is."""
         options = {name: value for name, value in self.side.options.items() if name not in ("dtype", "torch_dtype")}
+        options |= {"model_class": self.side.cls, "quick": True, "seed": self.seed, "progress": False}
         for each in patchers:
             self._tell("verification")
-            options |= {"model_class": self.side.cls, "quick": True, "seed": self.seed, "progress": False}
             found = verify(self.side.folder, each, **options)
             if not found.passed:
                 self.left_out[each] = f"it differs from stock: {'; '.join(found.failures)}"
@@ -118,7 +82,7 @@ class Rounds:
         """What stock is run on, where so many patchers are measured."""
         self._tell("inputs")
         self.models[STOCK] = stock = self.side.load(self.scratch, self.seed)
-        seconds = (self.deadline.seconds - self.deadline.passed) * (1 - _LOADING) / (_WANTED * (count + 2))
+        seconds = (self.seconds - self.passed) * (1 - _LOADING) / (_WANTED * (count + 2))
         self.works = works_of(stock, self.side, inputs, self.parts, seconds, self.seed)
         if not self.works:
             raise InvalidPatcherError(
@@ -134,22 +98,28 @@ class Rounds:
         with suppress(OverError):
             self._round(candidates, self.works[:1])
             for _ in range(_ENOUGH):
-                started = self.deadline.passed
+                started = self.passed
                 self.rounds.append(self._round(candidates, self.works))
-                if 2 * self.deadline.passed - started > share * self.deadline.seconds:
+                if 2 * self.passed - started > share * self.seconds:
                     break
 
     def _tell(self, what: str) -> None:
-        self.step(what, self.deadline.passed / self.deadline.seconds)
+        self.step(what, self.passed / self.seconds)
 
-    def _round(self, candidates: Sequence[Patcher], works: Sequence[Work]) -> dict[Any, dict[str, float]]:
+    def _in_turn(self, keys: Iterable[Any]) -> Iterable[Any]:
+        """In an order that is drawn, until twice the time is nearly over."""
+        kept = [key for key in keys if key not in self.left_out]
+        for key in self.random.sample(kept, len(kept)):
+            if self.passed > 1.8 * self.seconds:
+                raise OverError
+            yield key
+
+    def _round(self, candidates: Sequence[Patcher], works: Sequence[Work]) -> Figures:
         self._tell(f"round {len(self.rounds) + 1}")
-        found: dict[Any, dict[str, float]] = {}
-        self._load([STOCK, AGAIN, *candidates], found)
-        keys = [STOCK, AGAIN, *(each for each in candidates if each not in self.left_out)]
+        keys = [STOCK, AGAIN, *candidates]
+        found = self._load(keys)
         for work in works:
-            for key in self.random.sample(keys, len(keys)):
-                self.deadline.check()
+            for key in self._in_turn(keys):
                 try:
                     found.setdefault(key, {}).update(work.run(self.models[key]))
                 except Exception as error:  # stock could: the patcher can't
@@ -158,73 +128,70 @@ class Rounds:
                     self.failed.setdefault(key, {})[work.title] = error_text(error)
         return found
 
-    def _load(self, keys: Sequence[Any], found: dict[Any, dict[str, float]]) -> None:
+    def _load(self, keys: Sequence[Any]) -> Figures:
         """Load all anew, so that it isn't luck where weights lie; where that takes too long, once."""
-        keys = [key for key in keys if key not in self.left_out]
-        is_first = any(key not in self.models for key in keys)
-        if not is_first and self.names and self.loading > _LOADING * self.deadline.passed:
-            return
+        found: Figures = {}
+        is_first = any(key not in self.models for key in keys if key not in self.left_out)
+        if not is_first and self.kinds and self.loading > _LOADING * self.passed:
+            return found
         started, outputs = time.perf_counter(), {}
         for key in keys:
             self.models.pop(key, None)
         gc.collect()
-        for key in self.random.sample(keys, len(keys)):
-            self.deadline.check()
-            side = self.side if not isinstance(key, Patcher) else Side(
-                self.side.cls, self.side.folder, self.side.options, key
-            )  # fmt: skip
+        for key in self._in_turn(keys):
+            side, patcher = self.side, key if isinstance(key, Patcher) else None
+            side = Side(side.cls, side.folder, side.options, patcher)
             try:
-                one: Loaded = loaded(side, self.scratch, self.seed, self.works[0].arguments)
+                self.models[key], outputs[key], figures = loaded(side, self.scratch, self.seed, self.works[0])
             except Exception as error:
-                if not isinstance(key, Patcher):
+                if patcher is None:
                     raise
-                self.left_out[key] = error_text(error)
-                continue
-            self.models[key], outputs[key] = one.model, one.outputs
-            figures = {"load": one.seconds} | ({} if one.bytes is None else {"memory": one.bytes})
-            found[key] = {name: value for name, value in figures.items() if name in self.parts}
+                self.left_out[patcher] = error_text(error)
+            else:
+                found[key] = {name: value for name, value in figures.items() if name in self.parts}
         allowed = _APART * TOLERANCES.get(self.models[STOCK].dtype, 1e-5)
-        for key in outputs if is_first else ():
+        for key in outputs if is_first and self.checks else ():
             apart = difference(outputs[key], outputs[STOCK])
-            if not apart.within(allowed) and self.checks:
+            if not apart.within(allowed):
                 self.left_out[key] = f"its outputs differ from stock's by {apart.absolute:.2g}"
         self.loading += time.perf_counter() - started
+        return found
 
     # --- what was found
 
     @property
-    def names(self) -> dict[str, str]:
-        """What was run -> of what kind it is."""
-        return {name: kind for work in self.works for name, kind in work.names.items()}
+    def kinds(self) -> dict[str, list[str]]:
+        """The kinds of what was run, and the figures of each."""
+        kinds: dict[str, list[str]] = {}
+        for work in self.works:
+            for kind, name in work.parts.items():
+                kinds.setdefault(kind, []).append(name)
+        return kinds
 
     def of_stock(self) -> dict[str, float]:
         """The medians of stock."""
-        names = ["load", "memory", *self.names]
+        names = dict.fromkeys(["load", "memory", *(name for work in self.works for name in work.parts.values())])
         values = {name: [each[STOCK][name] for each in self.rounds if name in each[STOCK]] for name in names}
         return {name: median(listed) for name, listed in values.items() if listed}
 
     def gains(self) -> dict[Patcher, dict[str, Gain]]:
         """Of each patcher what was run, and all of it together."""
-        found: dict[tuple[Patcher, str], Gain] = {}
-        for key in self.candidates:
-            for name in [ALL, *self.of_stock()]:
-                rows = [row for each in self.rounds if key in each and (row := list(self._row(each, key, name)))]
-                if rows:
-                    found[key, name] = gain(rows)
         gains: dict[Patcher, dict[str, Gain]] = {}
-        for is_all in (True, False):  # whether one pays is decided first, and for itself
-            some = {key: one for key, one in found.items() if (key[1] == ALL) is is_all}
-            for (key, name), one in decided(some).items():
+        for names in ([ALL], self.of_stock()):  # whether one pays is decided first, and for itself
+            found: dict[tuple[Patcher, str], Gain] = {}
+            for key in self.candidates:
+                for name in names:
+                    rows = [row for each in self.rounds if key in each and (row := self._row(each, key, name))]
+                    if rows:
+                        found[key, name] = gain(rows)
+            for (key, name), one in decided(found).items():
                 gains.setdefault(key, {})[name] = one
         return gains
 
-    def _row(self, one: Mapping[Any, Mapping[str, float]], key: Patcher, name: str) -> tuple[float, ...]:
+    def _row(self, one: Mapping[Any, Mapping[str, float]], key: Patcher, name: str) -> list[float]:
         """The logarithms of stock, stock again and a patcher, where all three have it."""
         figures = [one[each] for each in (STOCK, AGAIN, key)]
-        names = self.names if name == ALL else {name: name}
-        if not names or not all(each.get(inner, 0) > 0 for inner in names for each in figures):
-            return ()
-        kinds: dict[str, list[str]] = {}
-        for inner, kind in names.items():
-            kinds.setdefault(kind, []).append(inner)
-        return tuple(fmean(fmean(log(each[inner]) for inner in some) for some in kinds.values()) for each in figures)
+        kinds = list(self.kinds.values()) if name == ALL else [[name]]
+        if not kinds or not all(each.get(inner, 0) > 0 for some in kinds for inner in some for each in figures):
+            return []
+        return [fmean(fmean(log(each[inner]) for inner in some) for some in kinds) for each in figures]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -107,19 +106,9 @@ def random_checkpoint(cls: Any, config: PretrainedConfig, folder: Path, seed: in
     return folder
 
 
-@contextmanager
-def fitting_threads() -> Iterator[None]:
-    """Afterwards torch computes with as many threads as before; within, with no more than there are processors."""
+def fit_threads(model: torch.nn.Module) -> None:
+    """Compute with no more threads than there are processors, a tiny model with one."""
     before = torch.get_num_threads()
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or before
-    try:
-        torch.set_num_threads(min(before, available))
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def fit_threads(model: torch.nn.Module) -> None:
-    """Within `fitting_threads`: one for a tiny model."""
-    if sum(parameter.numel() for parameter in model.parameters()) < TINY:
-        torch.set_num_threads(1)
+    is_tiny = sum(parameter.numel() for parameter in model.parameters()) < TINY
+    torch.set_num_threads(1 if is_tiny else min(before, available))

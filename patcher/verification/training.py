@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
-from patcher.compat.models import named_parameters
-from patcher.loading.saving import saved_state_dict
-from patcher.patterns import compress
-from patcher.verification.comparing import Pair, Stage, UncheckedError, error_text
-from patcher.verification.layers import on_few_layers
+from patcher.verification.comparing import Pair, Reference, Stage, UncheckedError
 from patcher.verification.modules import captured, run_alone
-from patcher.verification.numerics import Difference, difference, differences
-from patcher.verification.passes import Pass, Reference
+from patcher.verification.numerics import difference
+from patcher.verification.passes import Pass
 from patcher.verification.texts import parts_of
 
-#: Gradients go through the network twice.
-GRADIENTS = 10.0
 #: How often what is drawn at random is run, and how many standard errors of their difference two means may be apart:
 #: six are exceeded by chance once in 500 million. Less than a fiftieth isn't looked at.
 DRAWS, ERRORS, SHARE = 48, 6.0, 0.02
@@ -43,54 +38,15 @@ def in_training(*models: Any) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def gradient_stage(pair: Pair, passes: Sequence[Pass], tolerance: float, seed: int, name: str = "gradients") -> Stage:
-    """Compare the gradients of all parameters, in the layout of the checkpoint, and the outputs that they are of."""
-    if not passes or any(not parameter.is_floating_point() for parameter in pair.stock.parameters()):
+def learned(pair: Pair, runs: Iterable[Pass], *, few: bool = True) -> Iterator[Reference]:
+    """What these passes give, and the gradients of all parameters of weighted sums of it, in the layout of the
+    checkpoint."""
+    parameters = list(pair.stock.parameters())
+    if not all(parameter.is_floating_point() for parameter in parameters):
         raise UncheckedError("the weights aren't floating-point numbers")
-    if any(parameter.is_meta for parameter in pair.stock.parameters()):
+    if any(parameter.is_meta for parameter in parameters):
         raise UncheckedError("weights that are offloaded get no gradients")
-    with torch.enable_grad():
-        try:
-            references, expected = learned(pair.stock, passes, seed)
-        except Exception as error:
-            raise UncheckedError(f"stock can't be trained: {error_text(error)}") from None
-        outputs, found = learned(pair.ours, passes, seed)
-        if not all(
-            differences(mine.expected, theirs.expected).within(tolerance)
-            for mine, theirs in zip(outputs, references, strict=True)
-        ):
-            return pair.compare(references, tolerance).stage(name)
-    allowed = GRADIENTS * tolerance
-    gaps = {key: difference([found[key]] if key in found else [], [one]) for key, one in expected.items()}
-    # What is small beside the median of the largest gradient of each tensor is rounding.
-    typical = statistics.median_high([gap.scale for gap in gaps.values()] or [1.0])
-    wrong = [key for key, gap in gaps.items() if not gap.absolute <= allowed * (max(gap.scale, typical) or 1.0)]
-    worst = max(gaps.values(), default=Difference(0.0, 0.0, 0.0))
-    figures = (("max abs", worst.absolute), ("max relative", worst.relative), ("tensors", float(len(expected))))
-    text = f"on {', '.join(one.name for one in passes)} they differ for {', '.join(compress(wrong))}" if wrong else ""
-    return Stage(name, not wrong, figures, allowed, text)
-
-
-def learned(model: Any, passes: Sequence[Pass], seed: int) -> tuple[list[Reference], dict[str, torch.Tensor]]:
-    """What these passes give, and the gradients of weighted sums of it."""
-    model.zero_grad(set_to_none=True)
-    generator = torch.Generator().manual_seed(seed)
-    references: list[Reference] = []
-    for one in passes:
-        outputs = one.results(model)
-        loss = torch.zeros(())
-        for output in outputs.values():
-            if output.requires_grad:
-                weights = torch.randn(output.shape, generator=generator).to(output.device)
-                loss = loss + (output.float() * weights).mean().cpu()
-        loss.backward()  # type: ignore[no-untyped-call]
-        references.append(Reference(one, {name: output.detach() for name, output in outputs.items()}))
-    gradients = {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for name, parameter in named_parameters(model)
-    }
-    model.zero_grad(set_to_none=True)
-    return references, saved_state_dict(model, gradients)
+    return pair.references((replace(one, learns=True) for one in runs), few=few)
 
 
 # --- training mode -------------------------------------------------------------------------------------------------
@@ -113,7 +69,6 @@ def training_stage(
     passes: Sequence[Pass],
     classes: Sequence[str],
     tolerance: float,
-    seed: int,
 ) -> Stage:
     """Compare outputs and gradients in training mode, first without anything that is drawn at random, which then has
     to be equal; then with each dropout that the config has, alone.
@@ -130,10 +85,8 @@ def training_stage(
     with in_training(exact.stock, exact.ours):
         drawn = [difference(passes[0].of(exact.stock, other), passes[0].of(exact.stock)) for other in (1, 2)]
         if not any(gap.absolute for gap in drawn):
-            first, rest = passes[:1], passes[1:]
-            stage = gradient_stage(exact, first, tolerance, seed, "training")
-            if stage.passed and rest:
-                stage = on_few_layers(exact, rest, lambda _: gradient_stage(exact, rest, tolerance, seed, "training"))
+            references = chain(learned(exact, passes[:1], few=False), learned(exact, passes[1:]))
+            stage = exact.compare("training", references, tolerance)
             if not stage.passed:
                 return stage
         else:  # some of it isn't in the config
@@ -152,8 +105,7 @@ def _drawn_alike(pair: Pair, passes: Sequence[Pass], classes: Sequence[str], tol
     """What is wrong with the random numbers of training mode, "" if nothing."""
     calls = captured(pair.stock, classes, passes)
     with in_training(pair.stock, pair.ours), torch.no_grad():
-        compared = pair.compare([Reference(one, one.results(pair.stock)) for one in passes], tolerance)
-        if not compared.message:
+        if pair.compare("training", pair.references(passes, few=False), tolerance).passed:
             return ""
         for path in classes:
             try:

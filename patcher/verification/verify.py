@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,19 +21,41 @@ from patcher.integrations import install
 from patcher.patterns import inside
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
-from patcher.verification.checks import CHECKS, TOLERANCES, Run, stages_of
+from patcher.verification.checks import TOLERANCES, Run, stages_of
 from patcher.verification.comparing import Stage
-from patcher.verification.guilty import Guilty, guilty_of
-from patcher.verification.layer_errors import LayerErrors
+from patcher.verification.layers import LayerErrors
+from patcher.verification.members import Guilty, guilty_of
 from patcher.verification.progress import under_way
-from patcher.verification.sides import Side, fitting_threads, side_of
+from patcher.verification.sides import Side, side_of
 
 #: What `Verification.rows` has.
 HEADS = ("stage", "", "measured", "allowed", "seconds", "")
 
 
+class Judged(Shown):
+    """What has passed or failed."""
+
+    _also = ("passed", "failures")
+
+    def _wrong(self) -> str:
+        """All that is wrong, "" if nothing is."""
+        raise NotImplementedError
+
+    def raise_on_failure(self) -> None:
+        """Raise if something is wrong.
+
+        Raises:
+            VerificationError: with all that is.
+        """
+        if text := self._wrong():
+            raise VerificationError(text)
+
+    def _verdict(self) -> Cell:
+        return Cell("FAILED", "bad") if self._wrong() else Cell("PASSED", "good")
+
+
 @dataclass(frozen=True)
-class Verification(Shown):
+class Verification(Judged):
     """What `patcher.verify` found, or `patcher.compare`.
 
     Attributes:
@@ -61,8 +82,6 @@ class Verification(Shown):
     seconds: float = field(default=0.0, compare=False)
     guilty: Guilty | None = None
 
-    _also = ("passed", "failures")
-
     @property
     def passed(self) -> bool:
         """Whether nothing is wrong."""
@@ -87,18 +106,10 @@ class Verification(Shown):
                 named.add(where)
         return found
 
-    def raise_on_failure(self) -> None:
-        """Raise if something is wrong.
-
-        Raises:
-            VerificationError: with what is wrong at each stage.
-        """
-        if not self.passed:
-            raise VerificationError(
-                f"{self.model} under {self.patcher} differs from stock:\n  "
-                + "\n  ".join(self.failures)
-                + (f"\nThe cause is {self.guilty}." if self.guilty else "")
-            )
+    def _wrong(self) -> str:
+        cause = f"\nThe cause is {self.guilty}." if self.guilty else ""
+        text = f"{self.model} under {self.patcher} differs from stock:\n  " + "\n  ".join(self.failures) + cause
+        return "" if self.passed else text
 
     def _headline(self) -> str:
         verdict = "the same as stock" if self.passed else "NOT the same as stock"
@@ -106,9 +117,6 @@ class Verification(Shown):
         counts += [(self.calling, "with calls of replaced functions")] if self.calling else []
         modules = ", ".join(f"{numbered(count, 'module')} {what}" for count, what in counts)
         return f"{self.model}: {modules}, {verdict} ({self.dtype}, {self.checkpoint}, {self.seconds:.1f} s)"
-
-    def _verdict(self) -> Cell:
-        return Cell("PASSED", "good") if self.passed else Cell("FAILED", "bad")
 
     def figures(self, stage: str) -> dict[str, float]:
         """What a stage has measured, by name; empty where it wasn't run, or not checked."""
@@ -233,7 +241,7 @@ def verify(
         raise not_a_patcher("verify(model, {})", patcher)
     names = _checked(dtype, stages, quick)
     started = time.perf_counter()
-    with under_way("verifying", seed, _shares(names), progress) as (scratch, step), fitting_threads():
+    with under_way("verifying", seed, names, progress) as (scratch, step):
         stock = side_of(model, options, scratch, seed, model_class)
         patched = replace(stock, patcher=patcher)
         run = Run(stock, patched, dtype, seed, scratch, names, step, quick)
@@ -284,30 +292,11 @@ def compare(
     Raises:
         InvalidPatcherError: something that is neither a model nor the place of one.
     """
-    with tempfile.TemporaryDirectory() as scratch:
-        theirs, mine = (_side(each, options, Path(scratch)) for each in (first, second))
-        return compared(theirs, mine, stages, quick, tolerance, dtype, seed, progress)
-
-
-def compared(
-    theirs: Side,
-    mine: Side,
-    stages: Iterable[str] | None = None,
-    quick: bool = False,
-    tolerance: float | None = None,
-    dtype: torch.dtype | None = None,
-    seed: int = 0,
-    progress: bool | None = None,
-) -> Verification:
-    """The same of two sides."""
+    theirs, mine = (_side(each, options) for each in (first, second))
     models = [side.model for side in (theirs, mine) if side.model is not None]
     dtype = dtype or (models[0].dtype if models else torch.float32)
     names = _checked(dtype, stages, quick)
-    with (
-        under_way("comparing", seed, _shares(names), progress) as (scratch, step),
-        fitting_threads(),
-        _kept(models),
-    ):
+    with under_way("comparing", seed, names, progress) as (scratch, step), _kept(models):
         run = Run(theirs, mine, dtype, seed, scratch, names, step, quick, tolerance)
         return _found(run, f"the model {mine.place}")
 
@@ -329,7 +318,9 @@ def _found(run: Run, patcher: str) -> Verification:
     )
 
 
-def _side(model: Any, options: dict[str, Any], scratch: Path) -> Side:
+def _side(model: Any, options: dict[str, Any]) -> Side:
+    if isinstance(model, Side):
+        return model
     if isinstance(model, PreTrainedModel):
         return Side(model=model, name="the second model")
     if not isinstance(model, str | os.PathLike):
@@ -337,20 +328,16 @@ def _side(model: Any, options: dict[str, Any], scratch: Path) -> Side:
             f"compare takes models, repo ids and folders, found {model!r} ({type(model).__name__}); "
             "for a config, write verify(config, patcher)."
         )
-    return replace(side_of(model, options, scratch, 0), name=str(model))
+    return replace(side_of(model, options, Path(), 0), name=str(model))
 
 
-def _checked(dtype: torch.dtype, stages: Iterable[str] | None, quick: bool) -> tuple[str, ...]:
+def _checked(dtype: torch.dtype, stages: Iterable[str] | None, quick: bool) -> dict[str, float]:
     if dtype not in TOLERANCES:
         raise InvalidPatcherError(
             f"dtype={dtype!r} can't be compared; write one of {', '.join(map(str, TOLERANCES))}."
         )
     install()
     return stages_of(stages, quick)
-
-
-def _shares(names: Iterable[str]) -> dict[str, float]:
-    return {name: CHECKS[name].share for name in names}
 
 
 @contextmanager

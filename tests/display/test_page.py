@@ -20,7 +20,7 @@ from patcher.inspection.plan import Plan
 from patcher.verification.benchmark import Benchmark, Measured
 from patcher.verification.comparing import Stage
 from patcher.verification.gains import Gain
-from patcher.verification.layer_errors import LayerErrors
+from patcher.verification.layers import LayerErrors
 from patcher.verification.rounds import ALL
 from patcher.verification.verify import Verification
 

@@ -11,7 +11,7 @@ from patcher.display.shown import Shown
 from patcher.display.tree import Weights, module_tree
 from patcher.inspection.plan import Plan
 from patcher.verification.comparing import Stage
-from patcher.verification.layer_errors import LayerErrors
+from patcher.verification.layers import LayerErrors
 from patcher.verification.verify import Verification
 
 LAYERS = [f"model.layers.{number}" for number in range(30)]

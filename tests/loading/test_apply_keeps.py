@@ -172,6 +172,11 @@ def tie(model: Any) -> None:
     model.lm_head.weight = model.model.embed_tokens.weight
 
 
+def untie(model: Any) -> None:
+    model.config.tie_word_embeddings = True
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+
+
 def tie_of_parts(model: Any) -> None:
     model.model.layers[0].mlp.up_proj.weight = model.model.layers[1].mlp.up_proj.weight
 
@@ -391,7 +396,7 @@ def lora_beside(model: Any) -> None:
 
 
 #: What is held in a Llama of which modules are replaced, and goes with it.
-CARRIED = [edited_buffer, scaling, frozen, tie, tie_of_parts, modes, generation, checkpointing, implementation]
+CARRIED = [edited_buffer, scaling, frozen, tie, untie, tie_of_parts, modes, generation, checkpointing, implementation]
 CARRIED += [recorded, lora_beside, lora_on_the_head, bias_beside]
 #: (patcher, what is held) -> why it is refused.
 REFUSED = {
@@ -509,6 +514,25 @@ def test_a_trained_model_and_its_copy_share_what_is_not_converted_and_nothing_el
         assert {name for name, _ in patched.named_parameters()} - made == shared
         assert not {id(each) for each in given.parameters()} & {id(each) for each in patched.parameters()}
         assert not {each.data_ptr() for each in given.buffers()} & {each.data_ptr() for each in patched.buffers()}
+
+
+@pytest.mark.parametrize("patcher", [JOINED, MLPS, ROOT])
+def test_nothing_is_loaded_and_a_model_is_constructed_without_weights(
+    patcher: Patcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = build_tiny(tiny_llama_config())
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", _fail)
+    made = list[torch.Tensor]()
+    stock = LlamaMLP.__init__
+
+    def constructed(self: Any, config: Any) -> None:
+        stock(self, config)
+        made.append(self.down_proj.weight)
+
+    monkeypatch.setattr(LlamaMLP, "__init__", constructed)
+    Patcher().apply(patcher.apply(given))
+    assert made
+    assert all(each.is_meta for each in made) or patcher is ROOT
 
 
 def test_modules_that_are_replaced_follow_the_config_of_the_model() -> None:
@@ -702,12 +726,10 @@ def test_a_model_whose_checkpoint_has_other_names(patcher: Patcher, tmp_path: Pa
 
     if patcher not in (BOTH, OWN, ROOT):
         return
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, patcher=patcher, **options)
-    if patcher is BOTH:
-        assert torch.equal(logits(Patcher().apply(loaded)), logits(plain))
-    else:
-        with pytest.raises(InvalidPatcherError, match=r"finds no weights for .*mlp\..* Load the model again"):
-            Patcher().apply(loaded)
+    back = Patcher().apply(AutoModelForCausalLM.from_pretrained(tmp_path, patcher=patcher, **options))
+    assert torch.equal(logits(back), logits(plain))
+    back.save_pretrained(tmp_path / "back")
+    assert load_file(tmp_path / "back" / "model.safetensors").keys() == named.keys()
 
 
 class OutAttention(Qwen2MoeAttention):
@@ -740,15 +762,18 @@ def test_filtered_conversions_of_stock_come_back(patcher: Patcher, tmp_path: Pat
         assert (tmp_path / "saved" / "model.safetensors").read_bytes() == expected
 
 
-def test_no_module_is_replaced_by_one_of_random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load doesn't mind what stock misses as well."""
+def test_no_module_is_replaced_by_one_of_random_weights() -> None:
+    class NoMLP(LlamaMLP):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            del self.up_proj
 
-    def renamed(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {key.replace("mlp", "ffn"): value for key, value in tensors.items()}
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down_proj(self.act_fn(self.gate_proj(x)))
 
-    monkeypatch.setattr("patcher.loading.applying.saved_state_dict", renamed)
-    with pytest.raises(InvalidPatcherError, match=r"finds no weights for model\.layers\.\{0\.\.1\}\.mlp\.down_proj"):
-        OWN.apply(build_tiny(tiny_llama_config()))
+    patched = Patcher({"LlamaMLP": NoMLP}, dropped_weights="up_proj").apply(build_tiny(tiny_llama_config()))
+    with pytest.raises(InvalidPatcherError, match=r"finds no weights for model\.layers\.0\.mlp\.up_proj\.weight"):
+        Patcher().apply(patched)
 
 
 @pytest.mark.libraries

@@ -129,10 +129,16 @@ def test_weights_of_several_dtypes_keep_them() -> None:
     patched = Patcher(fusions="gate_up").apply(stock)
     kinds = [layer.mlp.gate_up_proj.weight.dtype for layer in patched.model.layers]
     assert kinds == [torch.bfloat16, torch.float32]
+    kinds = [layer.mlp.gate_up_proj.weight.dtype for layer in JOINED.apply(stock).model.layers]
+    assert kinds == [torch.bfloat16, torch.float32]
+    assert [each.dtype for each in Patcher().apply(JOINED.apply(stock)).parameters()] == [
+        each.dtype for each in stock.parameters()
+    ]
+    stock.model.layers[1].mlp.up_proj.bfloat16()
     with pytest.raises(
         InvalidPatcherError,
         match=r"can't convert weights of several dtypes: model\.layers\.1\.mlp\.gate_proj\.weight, "
-        r"model\.layers\.1\.mlp\.up_proj\.weight would become torch\.bfloat16",
+        r"model\.layers\.1\.mlp\.up_proj\.weight would be joined",
     ):
         JOINED.apply(stock)
 

@@ -69,6 +69,16 @@ def test_every_release_of_python_that_is_promised_is_run() -> None:
     assert workflow("pythons")[0] == ".ci/suite newest"
 
 
+def test_the_newest_releases_that_are_promised_are_run_together() -> None:
+    promised = re.search(
+        r"^transformers 5\.17 to ([\d.]+), torch 2\.6 to ([\d.]+),",
+        (ROOT / "CHANGELOG.md").read_text("utf-8"),
+        re.MULTILINE,
+    )
+    assert promised is not None
+    assert workflow("torch")[0] == ".ci/suite {}.0 torch=={}.0".format(*promised.groups())
+
+
 def test_the_oldest_of_everything_is_what_the_package_promises() -> None:
     promised = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
     lines = (ROOT / ".ci" / "oldest.txt").read_text(encoding="utf-8").splitlines()

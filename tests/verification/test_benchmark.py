@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 import patcher
 from patcher import Benchmark, InvalidPatcherError, Patcher, benchmark, forward_of, presets
 from patcher.verification.benchmark import as_python
-from patcher.verification.members import joined
-from patcher.verification.rounds import ALL, candidates_of, measured_members
+from patcher.verification.members import candidates_of, joined, measured_members
+from patcher.verification.rounds import ALL
 from tests.support import shared
 from tests.support.replacements import JOINED
 from tests.support.tiny import tiny_bert_config, tiny_llama_config
@@ -183,7 +183,7 @@ def test_of_many_members_those_that_gain_are_joined_in_the_end(wide: Path) -> No
 
 
 def test_members_and_their_subsets() -> None:
-    assert joined([]) is None
+    assert joined([]) == []
     three = Patcher({"LlamaMLP": Same, "LlamaRMSNorm": Slow}, fusions=["qkv"], name="three")
     members = measured_members(three)
     assert members == [NOTHING, SLOW, Patcher(fusions=["qkv"])]

@@ -10,7 +10,7 @@ from torch import nn
 
 from patcher import Patcher, VerificationError, verify
 from patcher.patterns import inside
-from patcher.verification.layer_errors import layer_errors
+from patcher.verification.layers import layer_errors
 from tests.support.replacements import OWN, With
 from tests.support.sampling import sampled
 from tests.verification.models import BERT, ESM, LLAMA, MIXTRAL

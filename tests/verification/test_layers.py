@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -22,11 +21,10 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from patcher import Patcher, verify
-from patcher.verification.arguments import reactions
-from patcher.verification.comparing import Comparison, Pair
-from patcher.verification.layers import few_layers, on_few_layers
+from patcher.verification.comparing import Pair, Reference
 from patcher.verification.modules import precision_stage
-from patcher.verification.passes import OnStock, Pass, tried
+from patcher.verification.passes import Pass
+from patcher.verification.texts import reactions
 from tests.support.tiny import DECODER_SIZES, build_tiny, tiny_bert_config, tiny_llama_config
 from tests.verification.wrong_patches import kept, off
 
@@ -48,13 +46,13 @@ def left(ours: PreTrainedModel, stock: PreTrainedModel | None = None, name: str 
     """The numbers of the layers that are run."""
     pair = Pair(stock or deep(config=ours.config), ours)
     before = {id(model): list(model.named_parameters()) for model in (pair.stock, pair.ours)}
-    with few_layers(pair, [probe()]) as fewer:
+    with pair.layers(few=True):
         found = [
             [int(key) for path, part in model.named_modules() if path.endswith(name) for key in part._modules]
             for model in (pair.stock, pair.ours)
         ]
     assert found[0] == found[1]
-    assert fewer == (len(found[0]) < pair.stock.config.num_hidden_layers)
+    assert bool(pair.stacks) == (len(found[0]) < pair.stock.config.num_hidden_layers)
     for model in (pair.stock, pair.ours):
         assert [name for name, _ in model.named_parameters()] == [name for name, _ in before[id(model)]]
     return found[0]
@@ -140,10 +138,12 @@ def test_what_cannot_be_told_to_be_alike_is_run(unlike: Any) -> None:
 
 def test_what_stock_cannot_run_on_a_few_it_runs_on_all() -> None:
     pair = Pair(deep(), deep(Patcher({"LlamaMLP": Gated})))
-    for call in (probe(inputs_embeds=torch.ones(1, 6, 64)), probe(position_ids=torch.ones(7, 7))):  # stock raises
-        with few_layers(pair, [probe(), call]) as fewer:
-            assert not fewer
-            assert len(pair.ours.model.layers) == len(pair.stock.model.layers) == LAYERS
+    for model in (pair.stock, pair.ours):
+        model.__class__ = Picky
+    assert [one.few for one in pair.references([probe(), BATCH])] == [True, False]
+    assert [one.few for one in pair.references([probe()], few=False)] == [False]
+    assert not list(pair.references([probe(position_ids=torch.ones(7, 7))]))  # stock raises
+    assert "RuntimeError" in pair.refusal
 
 
 class Picky(LlamaForCausalLM):
@@ -159,22 +159,22 @@ BATCH = Pass("forward", {"input_ids": torch.arange(12).view(2, 6)})
 
 
 @pytest.mark.parametrize(
-    ("wrong", "check"),
+    ("wrong", "references"),
     [
         pytest.param(
             off(nn.Linear, lambda m, x, k: len(x) > 1),
-            lambda pair, on_stock: pair.compare(on_stock([probe(), BATCH]), 1e-5),
+            lambda pair: pair.references([probe(), BATCH]),
             id="a text",
         ),
         pytest.param(
             off(nn.Linear, lambda m, x, k: x.shape[1] < 6),
-            lambda pair, on_stock: pair.compare(reactions(pair.stock, probe(), on_stock), 1e-5),
+            lambda pair: reactions(pair, probe()),
             id="an argument",
         ),
     ],
 )
 def test_what_stock_refuses_on_a_few_only_is_checked_on_all(
-    wrong: type[nn.Module], check: Callable[[Pair, OnStock], Comparison]
+    wrong: type[nn.Module], references: Callable[[Pair], Iterator[Reference]]
 ) -> None:
     """And not left out, as what it refuses on all is."""
     pair = Pair(deep(), deep())
@@ -182,15 +182,12 @@ def test_what_stock_refuses_on_a_few_only_is_checked_on_all(
     for model in (pair.stock, pair.ours):
         model.__class__ = Picky
     with torch.no_grad():
-        with few_layers(pair, [probe()]) as fewer:
-            assert fewer
-            assert not check(pair, partial(tried, stock=pair.stock)).message
-        assert "it begins in lm_head" in on_few_layers(pair, [probe()], partial(check, pair)).message
+        assert "it begins in lm_head" in pair.compare("outputs", references(pair), 1e-5).message
 
 
 def test_all_layers_are_there_again_after_an_error() -> None:
     pair = Pair(deep(), deep(Patcher({"LlamaMLP": Gated})))
-    with pytest.raises(ValueError, match="exactly one"), few_layers(pair, [probe()]):  # noqa: PT012
+    with pytest.raises(ValueError, match="exactly one"), pair.layers(few=True):  # noqa: PT012
         assert len(pair.ours.model.layers) == len(FEW)
         pair.ours(no_such_argument=1)
     assert [len(model.model.layers) for model in (pair.ours, pair.stock)] == [LAYERS, LAYERS]

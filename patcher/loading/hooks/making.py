@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from patcher.compat.models import stock_class
 from patcher.compat.seams import Stock, seam
 from patcher.construction.class_rules import ClassRules
-from patcher.construction.construction import Construction, current_construction
-from patcher.construction.in_force import entered, in_force_for
+from patcher.construction.construction import Construction
+from patcher.construction.in_force import construction_around, entered, in_force_for
 from patcher.construction.init_hooks import building, cover_new_classes, cover_new_model
 from patcher.construction.lock import construction_lock
 from patcher.construction.modules_by_path import replace_modules
@@ -29,7 +29,7 @@ from patcher.spec.patcher import Patcher
 def from_config(
     stock: Stock, cls: type[PreTrainedModel], config: Any, *args: Any, patcher: Patcher | None = None, **kwargs: Any
 ) -> Any:
-    is_part = patcher is None and current_construction() is not None
+    is_part = patcher is None and construction_around() is not None
     entries, own = ((), ()) if is_part else in_force_for(patcher)
     # For a part as well: a model built by hand doesn't hold it, and this sets torch's default type for the process.
     with construction_lock.held_for(cls.__name__):
@@ -56,7 +56,7 @@ def init(stock: Stock, self: PreTrainedModel, config: Any, *args: Any, **kwargs:
             "loads or makes a model; the parts of one that is put together take encoder_patcher=, decoder_patcher= "
             "and so on."
         )
-    construction = current_construction()
+    construction: Construction | None = construction_around()
     if construction is None and entered():
         raise PatchConstructionError(
             f"{type(self).__name__}.__init__ was reached around the gate that a block puts on it, so no patcher can "
@@ -84,14 +84,14 @@ def post_init(stock: Stock, self: PreTrainedModel) -> None:
 @seam("transformers.modeling_utils:patch_output_recorders", "model")
 def modules_are_constructed(stock: Stock, model: PreTrainedModel) -> None:
     """Fuse a model that is loaded: it has been built, all through, and no quantizer has seen it."""
-    construction = current_construction()
+    construction: Construction | None = construction_around()
     if construction is not None and construction.root is model and not construction.by_hand:
         fuse_standing_modules(construction, model)
     stock(model)
 
 
 def _initialise(stock: Stock, self: PreTrainedModel) -> None:
-    construction = current_construction()
+    construction: Construction | None = construction_around()
     if construction is None:
         stock(self)
         return
