@@ -143,6 +143,8 @@ class PatchSpec:
         self.undecorated: dict[tuple[str, str], Location] = {}  # of (definition, decorator)
         #: class -> the name that it gets; the one that it has stays another name for it
         self.renamed: dict[str, str] = {}
+        #: class -> a helper that it inherits from as well
+        self.bases: dict[str, str] = {}
         #: the originals of classes that were written anew, beside them
         self.derived: list[str] = []
         #: statements behind the definitions
@@ -150,8 +152,8 @@ class PatchSpec:
         #: the Patcher that it was made from, and the patches that do what that does
         self.runtime: Any = None
         self.of_runtime: tuple[Patch, ...] = ()
-        #: whether transformers converts checkpoints of the file's models as those of its own; None where it may
-        self.converts_as_stock: bool | None = None
+        #: whether checkpoints of the file's models are converted by what it registers alone
+        self.converts_itself = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.source_module!r}, {self.target_file!r}, {len(self.patches)} patches)"
@@ -188,7 +190,7 @@ class PatchSpec:
     def changes(self) -> bool:
         """Whether the file is anything but the original below a header."""
         parts = (self.patches, self.imports, self.helpers, self.blocks, self.dropped, self.excluded, self.undecorated)
-        return any((*parts, self.renamed, self.endings))
+        return any((*parts, self.renamed, self.bases, self.endings))
 
 
 def _fill(mine: Any, given: Any) -> None:

@@ -112,7 +112,7 @@ def _joined_init(original: type[nn.Module], cls: Any) -> Iterator[_Member]:
     """How a class of joined projections would be constructed in a file; nothing where that can't be written."""
     described = PatchConfig(original.__module__, "of_one_class.py")
     with suppress(CodegenError):
-        layers = FusedLayers(described, ModuleText(sys.modules[original.__module__]), {}, {}, lambda _: None)
+        layers = FusedLayers(described, ModuleText(sys.modules[original.__module__]), {}, {}, lambda *_: None)
         text = re.sub(r"super\(\w+, self\)", "super()", layers.joined_init(original, cls._joined))
         yield _Member("__init__", indented(text).rstrip().split("\n"), is_function=True)
 

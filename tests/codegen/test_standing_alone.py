@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import MergeModulelist
@@ -18,6 +18,7 @@ from transformers.core_model_loading import MergeModulelist
 from patcher import Patcher
 from patcher.codegen import PatchConfig, generate, write
 from patcher.compat.conversions import stock_conversions
+from patcher.errors import CodegenError
 from tests.codegen.models import BOTH_SIDES, ENCODER_DECODER, EXPERTS, GPT_OSS, PAIRS, SOUND, T5, clip, text_config
 from tests.support import fresh, tiny
 from tests.support.checkpoints import assert_saved_alike, files, tensors
@@ -48,6 +49,9 @@ CASES: dict[str, tuple[str, Callable[[], PretrainedConfig], list[str], dict[str,
         lambda: transformers.WhisperConfig(**ENCODER_DECODER, max_source_positions=32, max_target_positions=64),
         ["qkv"],
         SOUND,
+    ),
+    "HRM, which stock takes apart to the same names": (
+        "HrmTextForCausalLM", lambda: next(small_configs(transformers.HrmTextConfig)), ["gate_up"], None,
     ),
     "NomicBERT, which stock takes apart": (
         "NomicBertForMaskedLM", lambda: next(small_configs(transformers.NomicBertConfig)), ["qkv", "gate_up"], None,
@@ -194,6 +198,34 @@ def test_stock_classes_of_the_process_stay_what_they_are(imported: Any, tmp_path
     after = cls.from_pretrained(folder)
     assert torch.equal(logits(before), logits(after))
     assert_saved_alike(model, after, tmp_path / "saved")
+
+
+def test_names_that_belong_to_the_whole_model_are_read_and_written(imported: Any, tmp_path: Path) -> None:
+    """Checkpoints have the text model of a larger one: its names have a prefix that a part of the file can't know."""
+    cls = transformers.Qwen3_5ForCausalLM
+    config = next(small_configs(transformers.Qwen3_5TextConfig))
+    file = tiny.save_tiny(config, tmp_path / "checkpoint", model_class=cls) / "model.safetensors"
+    save_file({k.replace("model.", "model.language_model.", 1): v for k, v in load_file(file).items()}, file)
+    stock = cls.from_pretrained(file.parent)
+    module: Any = imported(PatchConfig.from_patcher(Patcher(fusions=["gate_up"]), cls, config=config))
+    model = module.Qwen3_5ForCausalLM.from_pretrained(file.parent)
+    torch.testing.assert_close(logits(model), logits(stock), atol=1e-5, rtol=0)
+    assert_saved_alike(model, stock, tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("name", "fusion", "message"),
+    [
+        ("NemotronHForCausalLM", "sequential_experts", r"by which model\.embeddings\.weight has another name in a"),
+        ("HrmTextForCausalLM", "qkv", r"gqkv_proj\.weight -> .*, which a file can't write as one with the fusion"),
+        # in newer releases
+        ("BailingHybridForCausalLM", "qkv", r"model\.layers\.\d\.self_attn\.q_proj\.weight has the name of what is"),
+    ][: 3 if hasattr(transformers, "BailingHybridForCausalLM") else 2],
+)
+def test_what_conversions_by_name_would_get_wrong_is_refused(name: str, fusion: str, message: str) -> None:
+    cls: Any = getattr(transformers, name)
+    with pytest.raises(CodegenError, match=message):
+        PatchConfig.from_patcher(Patcher(fusions=[fusion]), cls, config=next(small_configs(cls.config_class)))
 
 
 def test_a_base_model_is_saved_under_the_name_of_the_original(imported: Any, tmp_path: Path) -> None:

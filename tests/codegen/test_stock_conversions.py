@@ -87,11 +87,10 @@ SOURCES = {
     "one line, and no newline": ("class A(PreTrainedModel): pass", "A"),
     "behind a guard": ("if True:\n    class A(PreTrainedModel):\n        x = 1  # one\n", "A"),
     "Windows newlines": ("class A(PreTrainedModel):\r\n    x = 1\r\n\r\n\r\nclass B(A): ...\r\n", "A"),
-    "a name for it": ("Base = PreTrainedModel\n\n\nclass A(Base):\n    x = 'ü'; y = 2\n", "A"),
     "a module's": ("import transformers\n\n\nclass A(transformers.PreTrainedModel):\n    x = 1\n", "A"),
     "of another modeling file": (
-        "from ..llama.modeling_llama import LlamaModel, LlamaMLP\n\n\nclass A(LlamaModel):\n    x = 1\n\n\n"
-        "class C(LlamaMLP):\n    x = 1\n",
+        "from ..llama.modeling_llama import LlamaMLP, LlamaPreTrainedModel\n\n\n"
+        "class A(LlamaPreTrainedModel):\n    x = 1\n\n\nclass C(LlamaMLP):\n    x = 1\n",
         "A",
     ),
     "a class that has it": ("class A(PreTrainedModel):\n    is_custom_code = None\n", ""),

@@ -100,6 +100,7 @@ NO_ADVICE = {
     "add method": "a word of a header",
     "add code behind the imports": "a line of a header",
     "add import": "a word of a header",
+    "add base": "a word of a header",
     "leave out": "a word of a header",
 }
 #: Advice that no case can execute here.

@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import transformers
 from torch import nn
@@ -28,10 +28,16 @@ from transformers.core_model_loading import (
 )
 
 from patcher.codegen.bridges.dependencies import Dependencies
-from patcher.codegen.bridges.fused_layers import ModuleText
+from patcher.codegen.bridges.fused_layers import ModuleText, wrapped
 from patcher.compat import standing_alone
-from patcher.compat.conversions import conversions_under, source_patterns, stock_key, target_patterns
-from patcher.errors import CodegenError
+from patcher.compat.conversions import (
+    conversions_under,
+    copy_transform,
+    key_renamer,
+    source_patterns,
+    stock_key,
+    target_patterns,
+)
 from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.layouts import Flatten, Layout, Rows
 from patcher.layouts.selection import select_conversions
@@ -45,8 +51,10 @@ if TYPE_CHECKING:
 
 #: of the operation that turns stacks of experts where a checkpoint has them the other way round
 CHECKED_TRANSPOSE = {"dim0": 1, "dim1": 2, "check_dims": True}
-#: methods that the models of a file have in addition
-METHODS = ("load_state_dict", "_load_from_state_dict", "save_pretrained", "prepare_distribute_model")
+#: what files have of their own, without types: its text is for their readers
+IN_FILES: Any = standing_alone
+#: operations that make parameters of the original of tensors that a fused layer has as they are
+UNDONE = ([Chunk], [MergeModulelist], [MergeModulelist, Concatenate])
 
 
 @dataclass
@@ -66,8 +74,8 @@ class OwnConversions:
     modules: Mapping[str, nn.Module]
     patcher: Patcher
     dependencies: Dependencies
-    #: path of a model -> path of a module in it -> its layouts
-    _layouts: dict[str, dict[str, Sequence[Layout]]] = field(default_factory=dict)
+    #: the keys of conversions that the whole model has as well: they change nothing where they run twice
+    _shared: set[str] = field(default_factory=set)
 
     def write(self, layouts: Mapping[str, Sequence[Layout]], extra: Sequence[WeightTransform]) -> None:
         """Register what fused modules need, and what a patcher brings.
@@ -76,71 +84,66 @@ class OwnConversions:
             layouts: path -> which parameters become which.
             extra: further conversions.
         """
+        if self.patcher.new_weights:
+            raise self.described.refusal(
+                f"from_patcher() can't write new_weights={list(self.patcher.new_weights)!r} into a file: there models "
+                "are built without values, and what a checkpoint lacks is initialised by _init_weights"
+            )
+        owned: dict[str, dict[str, Sequence[Layout]]] = {}
         for path, listed in layouts.items():
-            self._layouts.setdefault(self._owner(path, listed), {})[path] = listed
-        if not self._layouts and (extra or self.patcher.filtered_weight_conversion_patterns):
-            self._layouts[self._outermost()] = {}
-        found = {path: self._conversions(path, layouts, extra) for path, layouts in self._layouts.items()}
+            owned.setdefault(self._owner(path, listed), {})[path] = listed
+        if not owned and (extra or self.patcher.filtered_weight_conversion_patterns):
+            prefix = str(self.modules[""].base_model_prefix)
+            owned[prefix if prefix in self.modules and self.text.own(type(self.modules[prefix])) else ""] = {}
+        found = {at: self._conversions(at, inner, extra) for at, inner in owned.items()}
         own_name = self._own_name(found)
         registered: dict[str, list[str]] = {}
-        for path, lines in found.items():
+        for path, items in found.items():
             name = type(self.modules[path]).__name__
-            if registered.setdefault(name, lines) != lines:
+            if registered.setdefault(name, items) != items:
                 raise self.described.refusal(
                     f"{name} would need other conversions at {path} than elsewhere in the model, and they go by its "
                     "name"
                 )
         self._keep_stock(list(found))
         statements = []
-        for name, lines in registered.items():
+        for name, items in registered.items():
             self.described.renamed[name] = own_name + name
-            statements.append(
-                "\n".join(
-                    [
-                        f'register_checkpoint_conversion_mapping(\n    "{own_name}{name}",\n    [',
-                        *lines,
-                        "    ],\n    overwrite=True,\n)",
-                    ]
-                )
-            )
-        keys = dict.fromkeys(filter(None, map(stock_key, self._models().values())))
-        self._methods(own_name, tuple(keys))
+            lines = "".join(f"{item},\n" for item in items)
+            call = f'register_checkpoint_conversion_mapping(\n    "{own_name}{name}",\n    [\n{lines}    ],\n'
+            statements.append(f"{call}    overwrite=True,\n)")
         self.described.add_import("transformers.conversion_mapping", names=["register_checkpoint_conversion_mapping"])
-        for name, value in self._declared():
-            statements += [f"{base}.{name} = {value!r}" for base in self._first_models()]
+        if dropped := list(self.patcher.dropped_weights):
+            statements += [f"{base}._keys_to_ignore_on_load_unexpected = {dropped!r}" for base in self._first_models()]
         self.described.endings.append("\n".join(statements))
-        self._heads(registered)
+        self._read_and_write(own_name)
+        self._heads()
 
     # -- which classes --------------------------------------------------------------------------------------------
 
     def _models(self) -> dict[str, PreTrainedModel]:
         return {path: each for path, each in self.modules.items() if isinstance(each, PreTrainedModel)}
 
-    def _around(self, path: str) -> list[str]:
-        """The models of the file around a module, the innermost first."""
-        found = [
+    def _owner(self, path: str, layouts: Sequence[Layout]) -> str:
+        """The model that registers the conversions of a module: one inside of those that convert its parameters."""
+        around = [
             at
             for at, each in self._models().items()
             if self.text.own(type(each)) and f"{path}.".startswith(inside(at))
         ]
-        if not found:
+        if not around:
             raise self.described.refusal(f"{path} is in no model that {self.described.source_module} defines")
-        return sorted(found, key=len, reverse=True)
-
-    def _owner(self, path: str, layouts: Sequence[Layout]) -> str:
-        """The model that registers the conversions of a module: one inside of those that convert its parameters."""
-        around = self._around(path)
         keys = [f"{path}.{name}" for layout in layouts for name in layout.stock]
-        converting = [at for at in around if any(_taken(self.modules[at], at, key) for key in keys)]
-        inner = [at for at in converting if at] or [at for at in around if at][-1:] if "" in converting else []
-        return inner[-1] if inner else around[0]
 
-    def _outermost(self) -> str:
-        """The model in a model with a head, or that model."""
-        root: Any = self.modules[""]
-        prefix = root.base_model_prefix
-        inner = self.modules.get(prefix) if prefix else None
-        return prefix if inner is not None and self.text.own(type(inner)) else ""
+        def converts(at: str) -> bool:
+            model: Any = self.modules[at]
+            own = [key.removeprefix(inside(at)) for key in keys]
+            return any(_takes(each, own) for each in conversions_under(stock_key(model)))
+
+        around.sort(key=len)
+        converting = list(filter(converts, around))
+        inner = [at for at in converting if at] or [at for at in around if at and converting]
+        return inner[0] if inner else around[-1]
 
     def _first_models(self) -> list[str]:
         """The classes of the module that inherit from `PreTrainedModel` through none of its classes."""
@@ -158,48 +161,34 @@ class OwnConversions:
 
     def _keep_stock(self, owners: Sequence[str]) -> None:
         """Have the other models find the conversions that transformers has for them, or none."""
-        models = self._models()
-        keys = {path: stock_key(model) for path, model in models.items()}
-        own = {type(models[path]) for path in owners}
-        taken = {keys[path] for path in owners} - {"", *(each.__name__ for each in own)}
-        self.described.converts_as_stock = not taken
-        for path, model in models.items():
-            others = keys[path] and keys[path] not in taken and type(model) not in own
-            if taken and others and self.text.own(type(model)):
+        keys = {path: stock_key(model) for path, model in self._models().items()}
+        own = {type(self.modules[path]) for path in owners}
+        taken = {keys[path] for path in owners} - {"", *(each.__name__ for each in own)} - self._shared
+        self.described.converts_itself = bool(taken)
+        for path, key in keys.items() if taken else ():
+            cls = type(self.modules[path])
+            if key and key not in taken and cls not in own and self.text.own(cls):
                 raise self.described.refusal(
-                    f"transformers converts checkpoints of {path or 'the model'}, a {type(model).__name__}, by "
-                    f"{keys[path]!r}, and those of a part of it by {sorted(taken)}: a file can't have both"
+                    f"transformers converts checkpoints of {path or 'the model'}, a {cls.__name__}, by {key!r}, and "
+                    f"those of a part of it by {sorted(taken)}: a file can't have both"
                 )
 
-    def _methods(self, own_name: str, keys: tuple[str, ...]) -> None:
+    def _read_and_write(self, own_name: str) -> None:
+        """Have all models of the file read and write checkpoints of the original, by one class that they inherit."""
+        keys = tuple(dict.fromkeys(filter(None, map(stock_key, self._models().values()))))
         constants: dict[str, Any] = {"OWN_NAME": own_name} | ({"STOCK_CONVERSIONS": keys} if keys else {})
         self.dependencies.constants(
             constants, "the models here have names of their own, by which transformers finds their conversions"
         )
-        for base in self._first_models():
-            for method in METHODS:
-                if method in vars(vars(self.text.module)[base]):
-                    raise self.described.refusal(
-                        f"{base} has a {method} of its own, which the file would have to replace"
-                    )
-                function = getattr(standing_alone, method)
-                code = inspect.getsource(function)
-                if not keys:
-                    code = code.replace("in_original_order(", "in_natural_order(")
-                self.dependencies.bring(function, "from_patcher()", code)
-                code = f"@classmethod\n{code}" if method.startswith("prepare") else code
-                self.described.override_method(f"{base}.{method}", code, new=True)
+        base = IN_FILES.ConvertedCheckpoints if keys else IN_FILES.OriginalCheckpoints
+        self.dependencies.define(base, "from_patcher()")
+        replaced = {patch.target for patch in self.described.patches}
+        for name in self._first_models():
+            if name in replaced:
+                raise self.described.refusal(f"{name} is replaced, by which the models of a file know checkpoints")
+            self.described.bases[name] = base.__name__
 
-    def _declared(self) -> Iterable[tuple[str, list[str]]]:
-        if self.patcher.new_weights:
-            raise self.described.refusal(
-                f"from_patcher() can't write new_weights={list(self.patcher.new_weights)!r} into a file: there models "
-                "are built without values, and what a checkpoint lacks is initialised by _init_weights"
-            )
-        if self.patcher.dropped_weights:
-            yield "_keys_to_ignore_on_load_unexpected", list(self.patcher.dropped_weights)
-
-    def _heads(self, registered: Iterable[str]) -> None:
+    def _heads(self) -> None:
         """Heads with the `__init__` of a mixin, which has an Auto class build the model, build that of the file."""
         for name in self.text.classes:
             cls: Any = vars(self.text.module).get(name)
@@ -224,36 +213,63 @@ class OwnConversions:
     ) -> list[str]:
         """The items of the list that is registered for a model."""
         model: Any = self.modules[at]
-        key = stock_key(model)
-        stock = conversions_under(key)
-        kept = list(select_conversions(stock, [self.patcher]).kept)
-        entries: dict[str, None] = {}
-        done = set[Any]()
+        stock = conversions_under(stock_key(model))
+        known = select_conversions(stock, [self.patcher]).kept
+        kept, own = dict.fromkeys(known), list[WeightTransform]()
         for path, listed in layouts.items():
-            inner = path.removeprefix(at).removeprefix(".")
-            prefix = re.sub(r"^.*\b\d+(\.|$)", "", inner)
-            if (prefix, *listed) not in done:
-                done.add((prefix, *listed))
-                entries |= dict.fromkeys(self._entries(inner, prefix, listed, kept))
-        lines = []
-        if stock and [identity(each) for each in kept] == [identity(each) for each in stock]:
+            own += self._of_layouts(path.removeprefix(inside(at)), listed, known, kept)
+        self._check_namesakes(at, layouts, known, [each for each in own if isinstance(each, WeightConverter)])
+        own += [self._unanchored(each, at) for each in extra]
+        is_stock = list(map(identity, kept)) == list(map(identity, stock))
+        otherwise, runs_twice = self._names_of_whole(at, known)
+        if otherwise:
+            if not is_stock or not runs_twice:
+                raise self.described.refusal(
+                    f"transformers has conversions for the whole model, by which {otherwise} has another name in a "
+                    f"checkpoint, and a file has what is left of them for {at} only"
+                )
+            self._shared.add(stock_key(model))
+        if stock and is_stock:
             self.described.add_import("transformers.conversion_mapping", names=["get_checkpoint_conversion_mapping"])
-            lines.append(f'*get_checkpoint_conversion_mapping("{key}"),')
-        elif any(type(each) not in (WeightRenaming, WeightConverter) for each in kept) and _renames(kept, stock):
-            self.described.add_import("transformers.conversion_mapping", names=["get_checkpoint_conversion_mapping"])
-            self.described.add_import("transformers.core_model_loading", names=["WeightRenaming"])
-            stocks = f'get_checkpoint_conversion_mapping("{key}")'
-            lines.append(f"*[each for each in {stocks} if isinstance(each, WeightRenaming)],")
+            items = [f'        *get_checkpoint_conversion_mapping("{stock_key(model)}")']
         else:
-            lines += [f"{self._render(each)}," for each in kept]
-        lines += [f"{entry}," for entry in entries]
-        lines += [f"{self._render(self._unanchored(each, at))}," for each in extra]
-        return [f"        {line}" for each in lines for line in each.splitlines()]
+            items = [self._text(each) for each in kept]
+        return [*items, *dict.fromkeys({identity(each): self._text(each) for each in own}.values())]
 
-    def _render(self, transform: WeightTransform) -> str:
-        if type(transform) is WeightRenaming and len(source_patterns(transform)) == 1:
-            return self._renaming(source_patterns(transform)[0], target_patterns(transform)[0])
-        return Conversion(transform, self.dependencies).render()
+    def _check_namesakes(
+        self, at: str, layouts: Mapping[str, Sequence[Layout]], known: Sequence[Any], own: Sequence[WeightConverter]
+    ) -> None:
+        """Raise where a conversion of what is fused would take something else of the model, by its name."""
+        parts = {f"{path}.{name}" for path, listed in layouts.items() for each in listed for name in each.stock}
+        back = [each.reverse_transform() for each in own]
+        write = key_renamer([each.reverse_transform() for each in reversed(known)])
+        for key in self.modules[at].state_dict().keys() - {each.removeprefix(inside(at)) for each in parts}:
+            # A load gives up a name that it has changed to one which the model lacks, if a checkpoint has that name.
+            is_read = any(each.compiled_sources.search(key) for each in own) and write(key)[0] != key
+            if is_read or any(each.compiled_sources.search(key) for each in back):
+                raise self.described.refusal(
+                    f"{inside(at)}{key} has the name of what is fused elsewhere, and transformers tells conversions "
+                    "apart by names"
+                )
+
+    def _names_of_whole(self, at: str, known: Sequence[WeightTransform]) -> tuple[str, bool]:
+        """A name that conversions of the whole model change otherwise than in a part; whether they may run in both."""
+        root, model = cast("Any", self.modules[""]), cast("Any", self.modules[at])
+        if not at or stock_key(root) != stock_key(model):
+            return "", True
+        on = [each for each in known if isinstance(each, WeightRenaming)]
+        ways = on, [each.reverse_transform() for each in reversed(on)]
+        parts = [list(map(copy_transform, way)) for way in ways]
+        for each in (*parts[0], *parts[1]):
+            each.base_model_prefix = root.base_model_prefix
+            each.scope_prefix = at.removeprefix(root.base_model_prefix).removeprefix(".")
+        (read, write), (read_part, write_part) = ([key_renamer(each) for each in pair] for pair in (ways, parts))
+        written = {key: write(key)[0] for key in root.state_dict()}
+        runs_twice = all(
+            write(write_part(key)[0])[0] == name and read_part(read(name)[0])[0] == read(name)[0]
+            for key, name in written.items()
+        )
+        return next((key for key, name in written.items() if write_part(key)[0] != name), ""), runs_twice
 
     def _unanchored(self, transform: WeightTransform, at: str) -> WeightTransform:
         """A conversion without the group in front of its patterns, which only renamings write back."""
@@ -273,122 +289,120 @@ class OwnConversions:
         ends = [each.replace("\\.", ".") for each in ends]
         return WeightConverter(ends, [each.removeprefix(r"\1") for each in targets], transform.operations)
 
-    def _entries(self, inner: str, prefix: str, layouts: Sequence[Layout], kept: list[Any]) -> Iterable[str]:
-        """The conversions of modules of one name, as texts; what transformers has for these is taken out of `kept`."""
-        name = (f"{prefix}." if prefix else "").__add__
-        partial = any(isinstance(each, Rows) and len(each.stock) == 1 and "." not in each.fused[0] for each in layouts)
-        for layout in layouts:
-            if type(layout) is Rows and len(layout.stock) > 1:
-                if layout.stock[0].endswith(".bias") and not partial:
-                    continue  # the pattern of the weights takes them as well
-                parts, joined = list(layout.stock), layout.fused[0]
-                if not partial:
-                    parts = [each.removesuffix(".weight") for each in parts]
-                    joined = joined.removesuffix(".weight")
-                yield self._joined(list(map(name, parts)), name(joined), inner, kept)
-            elif type(layout) is Rows:
-                yield self._renaming(name(layout.stock[0]), name(layout.fused[0]))
-            elif type(layout) is Flatten:
-                self._untaken(inner, layout, kept)
-                yield self._converter([name(layout.stock[0])], [name(layout.fused[0])], "FlattenKernel()")
-            elif isinstance(layout, Matrices):
-                yield from self._experts(name, inner, layout, kept)
-            else:
-                raise self.described.refusal(
-                    f"{inner} has the layout {layout}, and a file that needs no patcher has operations for joined "
-                    "rows, kernels and experts only"
-                )
+    def _of_layouts(
+        self, path: str, layouts: Sequence[Layout], known: Sequence[Any], kept: dict[Any, None]
+    ) -> Iterable[WeightTransform]:
+        """The conversions of a module; those of transformers that they take the place of are taken out of `kept`."""
+        prefix = re.sub(r"^.*\b\d+(\.|$)", "", path)
+        name = inside(prefix).__add__
+        # Otherwise the patterns of weights take the biases as well.
+        apart = any(isinstance(each, Rows) and len(each.stock) == 1 and "." not in each.fused[0] for each in layouts)
+        for layout in layouts if apart else [each for each in layouts if not each.stock[0].endswith(".bias")]:
+            keys = [
+                f"{path}.{each.removesuffix('.weight')}{end}"
+                for each in layout.stock
+                for end in ("", ".weight", ".bias")
+            ]
+            taking = [each for each in known if _takes(each, keys)]
+            either = [vars(op) for each in taking for op in each.operations] == [CHECKED_TRANSPOSE]
+            if either and isinstance(layout, Matrices) and not layout.transposed:
+                kept.pop(taking.pop(), None)
+            own = self._of_layout(layout, name, apart=apart, either=either)
+            yield from self._after(taking, own, layout, path, kept) if taking else [own]
 
-    def _joined(self, parts: list[str], joined: str, inner: str, kept: list[Any]) -> str:
-        for each in list(kept):
-            targets = [_plain(target) for target in target_patterns(each)]
-            if not isinstance(each, WeightConverter) or not set(targets) & set(parts):
-                continue
-            if (
-                targets == parts
-                and [type(op) for op in each.operations] == [Chunk]
-                and len(source_patterns(each)) == 1
-            ):
-                kept.remove(each)  # which takes apart what is joined here
-                return self._renaming(source_patterns(each)[0], joined)
-            raise self._composed(each, inner)
-        return self._converter(parts, [joined], "JoinRows()")
-
-    def _experts(self, name: Any, inner: str, layout: Matrices, kept: list[Any]) -> Iterable[str]:
-        stack = f"{inner}.{layout.stock[0]}"
-        taking: list[Any] = [
-            each for each in kept if isinstance(each, WeightConverter) and _matches(target_patterns(each), stack)
-        ]
-        either = [vars(op) for each in taking for op in each.operations] == [CHECKED_TRANSPOSE]
-        if either and not layout.transposed:
-            kept.remove(taking.pop())
-        if not taking:
-            targets = [name(f"*.{layer}") for layer in layout.layers]
-            source = name(layout.stock[0]) + ("" if layout.stock[0].endswith("_bias") else "(?!_)")
-            options = {"transposed": layout.transposed, "interleaved": layout.interleaved, "either": either}
-            flags = ", ".join(f"{each}=True" for each, chosen in options.items() if chosen)
-            yield self._converter([source], targets, f"SeparateExperts({flags})", "ExpertsConverter")
-            return
-        converter = taking[0]
-        kinds = [type(op) for op in converter.operations]
-        sources, target = source_patterns(converter), target_patterns(converter)[0]
-        plain = not layout.transposed and not layout.interleaved and len(sources) == layout.parts
-        if len(taking) > 1 or kinds not in ([MergeModulelist], [MergeModulelist, Concatenate]) or not plain:
-            raise self._composed(converter, inner)
-        kept.remove(converter)
-        for source, layer in zip(sources, layout.layers, strict=True):
-            stem = target.removesuffix(layout.stock[0])
-            new = f"{stem}*.{layer}"
-            if source != new:
-                yield self._renaming(source.replace("*", r"(\d+)"), new.replace("*", r"\1"))
-
-    def _untaken(self, inner: str, layout: Layout, kept: Iterable[Any]) -> None:
-        for each in kept:
-            if isinstance(each, WeightConverter) and _matches(target_patterns(each), f"{inner}.{layout.stock[0]}"):
-                raise self._composed(each, inner)
-
-    def _composed(self, converter: WeightTransform, path: str) -> CodegenError:
-        return self.described.refusal(
-            f"transformers has a conversion for parameters of {path}, {describe(converter)}, which a file can't write "
-            "as one with the fusion"
+    def _of_layout(self, layout: Layout, name: Any, *, apart: bool, either: bool) -> WeightTransform:
+        stock = layout.stock[0]
+        if type(layout) is Rows and len(layout.stock) == 1:
+            return WeightRenaming(name(stock), name(layout.fused[0]))
+        if type(layout) is Rows:
+            end = "" if apart else ".weight"
+            parts, joined = ([name(each.removesuffix(end)) for each in part] for part in (layout.stock, layout.fused))
+            return WeightConverter(parts, joined, [IN_FILES.JoinRows()])
+        if type(layout) is Flatten:
+            return WeightConverter(name(stock), name(layout.fused[0]), [IN_FILES.FlattenKernel()])
+        if isinstance(layout, Matrices):
+            how = {"transposed": layout.transposed, "interleaved": layout.interleaved, "either": either}
+            operation = IN_FILES.SplitExperts(**how)
+            stack = name(stock) + ("" if stock.endswith("_bias") else "(?!_)")
+            layers = [name(f"*.{each}") for each in layout.layers]
+            made: WeightTransform = IN_FILES.ExpertsConverter(stack, layers, [operation])
+            return made
+        raise self.described.refusal(
+            f"{name('')[:-1]} has the layout {layout}, and a file that needs no patcher has operations for joined "
+            "rows, kernels and experts only"
         )
 
-    def _renaming(self, source: str, target: str) -> str:
-        self.described.add_import("transformers.core_model_loading", names=["WeightRenaming"])
-        return f"WeightRenaming({text_of(source)}, {text_of(target)})"
+    def _after(
+        self, taking: Sequence[Any], own: Any, layout: Layout, path: str, kept: dict[Any, None]
+    ) -> Iterable[WeightTransform]:
+        """What is left of a conversion by which transformers makes what is fused: the layer has what it is made of."""
+        stock, sources, targets = taking[0], source_patterns(taking[0]), target_patterns(taking[0])
+        made, parts = target_patterns(own), source_patterns(own)
+        if all(each.endswith(".weight") for each in (*sources, *targets)) and not parts[0].endswith(".weight"):
+            sources, targets = ([each.removesuffix(".weight") for each in side] for side in (sources, targets))
+        fits = parts == [each.replace("\\", "").removeprefix("^") for each in targets]
+        if isinstance(layout, Matrices):
+            fits = len(targets) == 1 and not layout.transposed and not layout.interleaved
+            made = [f"{targets[0].removesuffix(layout.stock[0])}*.{layer}" for layer in layout.layers]
+        undone = list(map(type, stock.operations)) in UNDONE and len(sources) == len(made)
+        if len(taking) > 1 or not fits or not undone:
+            raise self.described.refusal(
+                f"transformers has a conversion for parameters of {path}, {describe(stock)}, which a file can't write "
+                "as one with the fusion"
+            )
+        kept.pop(stock, None)
+        for source, new in zip(sources, made, strict=True):
+            if source != new:
+                yield WeightRenaming(source.replace("*", r"(\d+)"), new.replace("*", r"\1"))
 
-    def _converter(self, sources: list[str], targets: list[str], operation: str, kind: str = "WeightConverter") -> str:
-        for name in (operation.partition("(")[0], kind):
-            if name == "WeightConverter":
-                self.described.add_import("transformers.core_model_loading", names=[name])
-            else:
-                self.dependencies.helper(getattr(standing_alone, name))
-        listed = [
-            text_of(each[0]) if len(each) == 1 else f"[{', '.join(map(text_of, each))}]" for each in (sources, targets)
-        ]
-        line = f"{kind}({', '.join(listed)}, [{operation}])"
-        return line if len(line) <= 108 else f"{kind}(\n    {listed[0]},\n    {listed[1]},\n    [{operation}],\n)"
+    # -- as text --------------------------------------------------------------------------------------------------
+
+    def _text(self, transform: WeightTransform) -> str:
+        """A conversion as the text that makes it, checked by evaluating it again; the file imports what it names."""
+        used: dict[str, Any] = {}
+
+        def text(value: Any) -> str:
+            if isinstance(value, WeightTransform | ConversionOps) or hasattr(value, "_asdict"):  # a named tuple
+                cls = type(value)
+                self.dependencies.define(cls, f"from_patcher(), for {describe(transform)}")
+                used[cls.__name__] = cls
+                arguments = [f"{name}{text(given)}" for name, given in _arguments(value)]
+                return f"{cls.__name__}({', '.join(arguments)})"
+            if type(value) in (tuple, list):
+                items = ", ".join(map(text, value))
+                return f"[{items}]" if type(value) is list else f"({items},)" if len(value) == 1 else f"({items})"
+            return text_of(value) if isinstance(value, str) else repr(value)
+
+        try:
+            line = text(transform)
+            reason = "its text would make another one" if identity(eval(line, used)) != identity(transform) else ""
+        except (TypeError, ValueError, SyntaxError, NameError) as error:
+            reason = str(error)
+        if reason:
+            raise self.described.error(
+                f"the conversion {describe(transform)} can't be written into the file: {reason}. "
+                "Load with the patcher itself, or give the conversion operations that keep their arguments."
+            )
+        return wrapped(" " * 8 + line)
 
 
-def _renames(kept: Sequence[Any], stock: Sequence[Any]) -> bool:
-    """Whether what is kept of conversions are all the renamings."""
-    renaming = [each for each in stock if isinstance(each, WeightRenaming)]
-    return [identity(each) for each in kept] == [identity(each) for each in renaming]
+def _arguments(value: Any) -> Iterable[tuple[str, Any]]:
+    """The arguments that make an object, each behind its `name=`; the patterns and operations have none."""
+    patterns = {"source_patterns": source_patterns, "target_patterns": target_patterns}
+    for name, parameter in inspect.signature(type(value)).parameters.items():
+        given: Any = patterns[name](value) if name in patterns else getattr(value, name, parameter.empty)
+        if given is parameter.empty or parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise TypeError(f"{type(value).__name__} doesn't keep its argument {name!r}")
+        if name in patterns:
+            yield "", given[0] if len(given) == 1 else given
+        elif given != parameter.default:
+            yield "" if name == "operations" else f"{name}=", given
 
 
-def _plain(pattern: str) -> str:
-    return pattern.replace("\\", "").removeprefix("^")
-
-
-def _matches(patterns: Iterable[str], key: str) -> bool:
-    return any(re.search(rf"{pattern}(?!\w)", key) for pattern in patterns)
-
-
-def _taken(model: Any, at: str, key: str) -> bool:
-    """Whether conversions that transformers has for a model take a parameter."""
-    own = key.removeprefix(at).removeprefix(".")
-    converters = [each for each in conversions_under(stock_key(model)) if isinstance(each, WeightConverter)]
-    return any(_matches([*target_patterns(each)], own) for each in converters)
+def _takes(transform: Any, keys: Iterable[str]) -> bool:
+    """Whether a conversion makes some of these parameters of others."""
+    patterns = target_patterns(transform) if isinstance(transform, WeightConverter) else ()
+    return any(re.search(rf"{pattern}(?!\w)", key) for pattern in patterns for key in keys)
 
 
 def text_of(value: str) -> str:
@@ -396,69 +410,3 @@ def text_of(value: str) -> str:
     if "\\" in value and not value.endswith("\\") and '"' not in value and value.isprintable():
         return f'r"{value}"'
     return '"' + repr("'" + value)[2:-1].replace('"', '\\"') + '"' if "'" not in value else repr(value)
-
-
-class Conversion:
-    """One weight conversion as source text, checked by evaluating it again."""
-
-    def __init__(self, transform: WeightTransform, dependencies: Dependencies) -> None:
-        self.transform = transform
-        self.dependencies = dependencies
-        self.namespace: dict[str, Any] = {}
-
-    def render(self) -> str:
-        """The text; what it names is imported by the file."""
-        transform, kind = self.transform, type(self.transform)
-        if kind not in (WeightConverter, WeightRenaming):
-            raise self._no_text(f"{kind.__name__} is a class of its own")
-        self.dependencies.config.add_import("transformers.core_model_loading", names=[kind.__name__])
-        self.namespace[kind.__name__] = kind
-        lines = [f"{kind.__name__}("]
-        lines += self._list("source_patterns", map(text_of, source_patterns(transform)))
-        lines += self._list("target_patterns", map(text_of, target_patterns(transform)))
-        if isinstance(transform, WeightConverter):
-            lines.append(f"    operations=[{', '.join(map(self._operation, transform.operations))}],")
-        text = "\n".join([*lines, ")"])
-        try:
-            made = eval(text, self.namespace)
-        except Exception as error:
-            raise self._no_text(f"its text would fail with {type(error).__name__}: {error}") from error
-        if identity(made) != identity(transform):
-            raise self._no_text("its text would make another one")
-        return text
-
-    def _list(self, name: str, items: Iterable[str]) -> list[str]:
-        return [f"    {name}=[", *(f"        {item}," for item in items), "    ],"]
-
-    def _operation(self, operation: Any) -> str:
-        cls = type(operation)
-        arguments = {}
-        for name, parameter in inspect.signature(cls).parameters.items():
-            value = getattr(operation, name, parameter.empty)
-            named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-            if value is parameter.empty or not named:
-                raise self._no_text(f"{cls.__name__} doesn't keep its argument {name!r}")
-            if value != parameter.default:
-                arguments[name] = value
-        return self._call(cls, arguments)
-
-    def _call(self, cls: type, arguments: dict[str, Any]) -> str:
-        self.dependencies.operation(cls, f"from_patcher(), for {describe(self.transform)},")
-        self.namespace[cls.__name__] = cls
-        return f"{cls.__name__}({', '.join(f'{name}={self._value(value)}' for name, value in arguments.items())})"
-
-    def _value(self, value: Any) -> str:
-        if isinstance(value, ConversionOps):  # of one that runs others; they are given the model that the file builds
-            return self._operation(value)
-        if hasattr(value, "_asdict"):  # a named tuple
-            return self._call(type(value), value._asdict())
-        if type(value) in (tuple, list):
-            items = ", ".join(map(self._value, value))
-            return f"[{items}]" if type(value) is list else f"({items},)" if len(value) == 1 else f"({items})"
-        return repr(value)
-
-    def _no_text(self, reason: str) -> CodegenError:
-        return self.dependencies.config.error(
-            f"the conversion {describe(self.transform)} can't be written into the file: {reason}. "
-            "Load with the patcher itself, or give the conversion operations that keep their arguments."
-        )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from patcher.codegen.generation.surroundings import absolute_name
+from patcher.compat import standing_alone
 from patcher.compat.modeling_code import unrebound
 from patcher.source.indentation import dedented
 from patcher.source.reading import Source, caller, file_tree, read_source, unwrap
@@ -38,48 +39,30 @@ class Dependencies:
     targets: Mapping[Any, str]
     _known: dict[str, Any] = field(default_factory=dict)
 
-    def bring(self, obj: Any, call: str, text: str = "") -> dict[str, str]:
-        """Bring what the source of a class or function needs, or what a text does that is made of it.
+    def bring(self, obj: Any, call: str) -> dict[str, str]:
+        """Bring what the source of a class or function needs.
 
         Returns:
             The names that it has to write differently.
         """
         source, namespace = read_source(obj, call, self.config.where), _namespace(obj)
-        names = free_names(text or dedented(source.text)) - {source.name}
+        names = free_names(dedented(source.text)) - {source.name}
         # The generator reports what is missing, and where.
         known = [name for name in sorted(names & namespace.keys()) if not hasattr(builtins, name)]
         brought = {name: self._bring(name, namespace[name], namespace, source, call) for name in known}
         return {name: new for name, new in brought.items() if new != name}
 
-    def helper(self, obj: Any) -> None:
-        """Copy a class or a function of `patcher.compat.standing_alone`, with what it uses."""
-        name = obj.__name__
-        if not self._is_known(name, obj):
-            self._known[name] = obj
-            self.bring(obj, "from_patcher()")
-            self.config.add_helper(obj)
+    def define(self, obj: Any, call: str) -> None:
+        """Have the file know a class or a function by its name."""
+        if not self._is_known(obj.__name__, obj):
+            self._known[obj.__name__] = obj
+            self._bring_definition(obj.__name__, obj, "", call)
 
     def constants(self, values: Mapping[str, Any], description: str) -> None:
         """Bind names of constants that copied code uses."""
         self._known.update(values)
         lines = [f"{name} = {value!r}".replace("'", '"') for name, value in values.items()]
         self.config.add_post_import_block("\n".join(lines), description)
-
-    def operation(self, cls: type, call: str) -> None:
-        """Bring the class of an operation, in front of the constant that uses it: helpers come behind that."""
-        name = cls.__name__
-        if self._is_known(name, cls):
-            return
-        self._known[name] = cls
-        if _importable(cls.__module__, cls):
-            self.config.add_import(cls.__module__, names=[name])
-            return
-        if name_map := self.bring(cls, call):
-            raise self.config.error(
-                f"{call} knows {', '.join(name_map.values())} by other names, "
-                f"{', '.join(name_map)}. Use their own names in {name}."
-            )
-        self.config.add_post_import_block(dedented(read_source(cls, call, self.config.where).text))
 
     def _bring(self, name: str, value: Any, namespace: Mapping[str, Any], source: Source, call: str) -> str:
         if isinstance(value, type | types.FunctionType):
@@ -174,7 +157,7 @@ def _is_local(obj: Any) -> bool:
 
 
 def _importable(module: str, obj: Any) -> bool:
-    if module == "__main__":
+    if module in ("__main__", standing_alone.__name__):
         return False
     try:
         return vars(importlib.import_module(module)).get(obj.__name__) is obj

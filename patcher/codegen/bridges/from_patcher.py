@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
@@ -55,43 +54,32 @@ def describe_patcher(
             "file: a path is a place in one model, and a class in a file is that of all modules that are built of it. "
             "Load the model with the patcher, or give the class in a class_mapping."
         )
-    if config is None:
-        config = model_class.config_class()
-    description = _Description(described, patcher, modeling, skeleton(model_class, config), ModuleText(modeling))
+    config = model_class.config_class() if config is None else config
+    description = _Description(described, patcher, skeleton(model_class, config), ModuleText(modeling))
     replaced = description.replaced_classes()
-    resolution: Resolution | None = None
-    own: dict[str, type[nn.Module]] = {}
-    if patcher.fusions or patcher.function_mapping:  # otherwise there is nothing to resolve
-        resolution = resolve(patcher.replace(class_mapping=replaced, alternatives=()), model_class, config)
-        stock = {path: unrebound(cls) for path, cls in resolution.original_classes.items()}
-        resolution = replace(resolution, original_classes=stock)
-        own = description.classes_of_others(resolution)
+    resolution = resolve(patcher.replace(class_mapping=replaced, alternatives=()), model_class, config)
+    stock = {path: unrebound(cls) for path, cls in resolution.original_classes.items()}
+    resolution = replace(resolution, original_classes=stock)
+    own = description.classes_of_others(resolution)
     targets: dict[Any, str] = {cls: name for name, cls in (*replaced.items(), *own.items())}
-    for each in resolution.functions.replaced if resolution is not None else ():
-        targets[each.replacement] = each.name.partition(":")[2]
+    targets |= {each.replacement: each.name.partition(":")[2] for each in resolution.functions.replaced}
     dependencies = Dependencies(described, modeling, targets)
     for classes, why in ((replaced, ""), (own, "fused")):
         for name, cls in sorted(classes.items()):
             _replace(described, name, cls, dependencies, why)
     modules = dict(named_modules(description.stock))
-    refused = resolution.refused if resolution is not None else {}
-    layers = FusedLayers(described, description.text, modules, refused, dependencies.helper)
+    layers = FusedLayers(described, description.text, modules, resolution.refused, dependencies.define)
     changed = {path for path, module in modules.items() if type(module).__name__ in replaced}
-    changed |= {*resolution.fused} if resolution is not None else set()
-    for path in sorted(changed):
+    for path in sorted(changed.union(resolution.fused)):
         layers.builds_own(path, replaced)
-    layouts: Mapping[str, Sequence[Layout]] = {}
-    if resolution is not None:
-        description.replace_functions(resolution, dependencies)
-        layouts = description.write_fused(resolution, layers, dependencies) if patcher.fusions else {}
+    description.replace_functions(resolution, dependencies)
+    layouts = description.write_fused(resolution, layers)
     layers.write()
     if not described.patches:
         raise described.error(f"{patcher!r} changes no class and no function of {modeling.__name__}.")
-    transforms = resolution.fusion_plan.transforms if resolution is not None else ()
     brought = (transform for cls in patcher.class_mapping.values() for transform in conversions_of(cls))
-    converted = (*transforms, *patcher.extra_weight_conversions, *brought)
+    converted = (*resolution.fusion_plan.transforms, *patcher.extra_weight_conversions, *brought)
     declared = (*patcher.filtered_weight_conversion_patterns, *patcher.new_weights, *patcher.dropped_weights)
-    described.converts_as_stock = True
     if layouts or converted or declared:
         OwnConversions(described, description.text, modules, patcher, dependencies).write(layouts, converted)
     described.runtime, described.of_runtime = patcher, tuple(described.patches)
@@ -102,13 +90,14 @@ class _Description(NamedTuple):
 
     described: PatchConfig
     patcher: Patcher
-    modeling: ModuleType
     stock: PreTrainedModel
     text: ModuleText
 
     def replaced_classes(self) -> dict[str, type[nn.Module] | ForwardOf]:
         """Class of the module -> replacement, for every class key of the patcher."""
-        own, mapping = _classes(self.text), self.patcher.class_mapping
+        found = {name: vars(self.text.module).get(name) for name in self.text.classes}
+        own = {name: cls for name, cls in found.items() if isinstance(cls, type) and issubclass(cls, nn.Module)}
+        mapping = self.patcher.class_mapping
         named = {name: find_key(name, mapping) or find_like(cls, mapping) for name, cls in own.items()}
         keys = {name: key for name, key in named.items() if key is not None}
         hit: set[str] = {each for name in keys for each in (*hits(name, mapping), *likes_of(own[name], mapping))}
@@ -120,7 +109,7 @@ class _Description(NamedTuple):
                 near = nearest(key, own)
                 hint = f"Nearest: {', '.join(near)}. " if near else ""
                 raise self.described.error(
-                    f"no class of {self.modeling.__name__} matches the class key {key!r}. "
+                    f"no class of {self.text.module.__name__} matches the class key {key!r}. "
                     f"{hint}A generated file holds the classes of one "
                     "module: for a class of another one call from_patcher() with a model of that module."
                 )
@@ -135,16 +124,16 @@ class _Description(NamedTuple):
                 near = nearest(key.rpartition(":")[2], sorted(functions.known))
                 hint = f" Nearest: {', '.join(near)}." if near else ""
                 raise self.described.error(
-                    f"nothing in {self.modeling.__name__} that {type(self.stock).__name__} runs calls {key!r}.{hint} "
-                    "Correct the key of function_mapping, or take it out."
+                    f"nothing in {self.described.source_module} that {type(self.stock).__name__} runs calls {key!r}."
+                    f"{hint} Correct the key of function_mapping, or take it out."
                 )
         for each in functions.replaced:
             home, _, name = each.name.partition(":")
-            if home != self.modeling.__name__ or vars(self.modeling).get(name) is not each.original:
+            if home != self.text.module.__name__ or vars(self.text.module).get(name) is not each.original:
                 raise self.described.error(
                     f"{each.keys[0][1]!r} of function_mapping is {each.name}, which is not defined in "
-                    f"{self.modeling.__name__}, and a generated file holds the functions of one module. Load with the "
-                    "patcher itself."
+                    f"{self.described.source_module}, and a generated file holds the functions of one module. Load "
+                    "with the patcher itself."
                 )
             call = f"from_patcher(), for {full_name(each.replacement)},"
             if not isinstance(each.replacement, FunctionType) or MADE in (each.replacement.__module__ or ""):
@@ -155,11 +144,9 @@ class _Description(NamedTuple):
                 name, each.replacement, name_map=dependencies.bring(each.replacement, call)
             )
 
-    def write_fused(
-        self, resolution: Resolution, layers: FusedLayers, dependencies: Dependencies
-    ) -> Mapping[str, Sequence[Layout]]:
+    def write_fused(self, resolution: Resolution, layers: FusedLayers) -> Mapping[str, Sequence[Layout]]:
         """Write what fusions do to the constructed modules; returns their layouts."""
-        if not resolution.fused:
+        if self.patcher.fusions and not resolution.fused:
             refused = "; ".join(sorted(set(resolution.refused.values()))[:3])
             raise self.described.error(
                 f"the fusions {list(self.patcher.fusions)!r} find nothing to fuse in "
@@ -167,44 +154,40 @@ class _Description(NamedTuple):
             )
         plan = resolution.fusion_plan
         fusions = {path: fusion_named(fusion) for fusion, paths in plan.by_fusion.items() for path in paths}
-        layouts = {path: tuple(fusions[path].layouts(layers.modules[path])) for path in resolution.fused}
-        by_class: dict[type[nn.Module], dict[str, Any]] = {}
-        others: dict[type[nn.Module], dict[str, Any]] = {}
+        #: original, or the class itself where it takes modules of torch -> path -> class
+        groups: dict[type[nn.Module], dict[str, Any]] = {}
         for path, cls in resolution.fused.items():
             if path in plan.rebuilt:
                 continue
-            original = resolution.original_classes[path]
             if issubclass(cls, FusedModule):
-                self._check_home(path, original)
-                by_class.setdefault(original, {})[path] = cls
-                continue
-            if not is_importable(cls):
+                self._check_home(path, resolution.original_classes[path])
+            elif not is_importable(cls):
                 raise self.described.error(
                     f"{fusions[path]!r} gives {path} a class that is made for its shape, and a file imports classes. "
                     "Load with the patcher itself."
                 )
-            others.setdefault(cls, {})[path] = cls
-        for original, fused in sorted(by_class.items(), key=lambda item: item[0].__name__):
+            original = resolution.original_classes[path] if issubclass(cls, FusedModule) else cls
+            groups.setdefault(original, {})[path] = cls
+        for original, fused in sorted(groups.items(), key=lambda item: item[0].__name__):
             path, cls = next(iter(fused.items()))
-            if issubclass(cls, JoinedProjections):
+            if not issubclass(cls, FusedModule):
+                layers.replace(cls, fused)
+            elif issubclass(cls, JoinedProjections):
                 layers.join(original, fused)
             elif issubclass(cls, LinearExperts):
-                layers.check_all(original, fused)
-                layers.experts(original, cls, layers.modules[path])
+                layers.experts(original, cls, fused)
             else:
                 raise self.described.refusal(
                     f"{path} gets a {cls.__name__}, which isn't a class of qkv, gate_up, kv, siblings or "
                     "sequential_experts"
                 )
-        for cls, fused in others.items():
-            layers.replace(cls, fused, partial(dependencies.operation, call=f"from_patcher(), for {cls.__name__},"))
-        return layouts
+        return {path: tuple(fusions[path].layouts(layers.modules[path])) for path in resolution.fused}
 
     def _check_home(self, path: str, original: type[nn.Module]) -> None:
         if not self.text.own(original):
             raise self.described.error(
                 f"a fusion takes {path}, a {original.__name__} of {original.__module__}, which is "
-                f"not defined in {self.modeling.__name__}. Call from_patcher() with a model of that module."
+                f"not defined in {self.text.module.__name__}. Call from_patcher() with a model of that module."
             )
 
     def classes_of_others(self, resolution: Resolution) -> dict[str, type[nn.Module]]:
@@ -228,12 +211,6 @@ class _Description(NamedTuple):
                     f"{type(module).__name__}, are: a file has one forward for a class. Load with the patcher itself."
                 )
         return found
-
-
-def _classes(text: ModuleText) -> dict[str, type[nn.Module]]:
-    """The modules that a file defines, by name."""
-    found = {name: vars(text.module).get(name) for name in text.classes}
-    return {name: cls for name, cls in found.items() if isinstance(cls, type) and issubclass(cls, nn.Module)}
 
 
 def _replace(

@@ -106,14 +106,17 @@ def wrapped(code: str, known: str = "") -> str:
             lines.append(line)
             continue
         inner = line[at + 1 : -1]
-        parts = [inner] if len(indent) + len(inner) + 8 <= WIDTH else [f"{part}," for part in _arguments(inner)]
-        lines += [line[: at + 1], *(f"{indent}    {part}" for part in parts), indent + line[-1]]
+        parts = [f"{indent}    {inner}"]
+        if len(parts[0]) + 4 > WIDTH:
+            parts = [f"{wrapped(f'{indent}    {part}', known)}," for part in _arguments(inner)]
+        lines += [line[: at + 1], *parts, indent + line[-1]]
     return "\n".join(lines)
 
 
 def _arguments(text: str) -> list[str]:
-    call: Any = ast.parse(f"f({text})").body[0]
-    return [ast.unparse(each) for each in (*call.value.args, *call.value.keywords)]
+    source = Text(f"f({text})")
+    call: Any = source.tree.body[0]
+    return [source.code(each) for each in (*call.value.args, *call.value.keywords)]
 
 
 @dataclass
@@ -132,7 +135,7 @@ class FusedLayers:
     text: ModuleText
     modules: Mapping[str, nn.Module]
     refused: Mapping[str, str]
-    bring: Callable[[Any], None]
+    bring: Callable[[Any, str], None]
     #: method -> its edits, each once
     _edits: dict[tuple[type, str], dict[Edit, None]] = field(default_factory=dict)
 
@@ -149,8 +152,9 @@ class FusedLayers:
             CodegenError: no line builds those and no others.
         """
         for path in fused:
-            owner, start, rest = self._builder(path)
-            found = self.text.method(type(self.modules[start]), "__init__")
+            start, rest = self._builder(path)
+            owner = type(self.modules[start])
+            found = self.text.method(owner, "__init__")
             calls = [] if found is None else list(self._calls(found[1], rest[0], type(self.modules[path])))
             if not calls:
                 raise self.described.refusal(
@@ -170,13 +174,13 @@ class FusedLayers:
                 for edit in change(call, fused[path]):
                     self.edit(found[0], "__init__", edit)
 
-    def _builder(self, path: str) -> tuple[type, str, list[str]]:
-        """The class of the module that builds another one, its path, and how it knows that one."""
+    def _builder(self, path: str) -> tuple[str, list[str]]:
+        """The path of the module that builds another one, and how it knows that one."""
         inner = path.split(".")
         for depth in range(len(inner) - 1, -1, -1):
             start = ".".join(inner[:depth])
             if self.text.own(type(self.modules[start])):
-                return type(self.modules[start]), start, inner[depth:]
+                return start, inner[depth:]
         raise self.described.refusal(f"nothing in {self.described.source_module} builds {path}")
 
     def _calls(self, function: ast.FunctionDef, name: str, cls: type) -> Iterator[ast.expr]:
@@ -198,19 +202,11 @@ class FusedLayers:
             f"{self.described.source_module} builds those that are, and no others"
         )
 
-    def check_all(self, original: type, fused: Mapping[str, Any]) -> None:
-        """Raise a CodegenError if some objects of a class stay as they are."""
-        for place, module in self.modules.items():
-            if type(module) is original and place not in fused:
-                raise self._not_apart(place, next(iter(fused)))
-
-    def replace(self, cls: Any, fused: Mapping[str, Any], bring: Callable[[Any], None]) -> None:
+    def replace(self, cls: Any, fused: Mapping[str, Any]) -> None:
         """Have modules of a class with a `from_module` be built in the place of others."""
         name = cls.__name__
-        if cls is LinearPatchEmbedding:
-            self.bring(standing_alone.LinearPatchEmbedding)
-        else:
-            bring(cls)
+        used = standing_alone.LinearPatchEmbedding if cls is LinearPatchEmbedding else cls
+        self.bring(used, f"from_patcher(), for {name}")
 
         def change(call: ast.expr, chosen: Any) -> list[Edit]:
             assert isinstance(call, ast.Call)  # no variable of modeling code holds a class of torch
@@ -284,19 +280,19 @@ class FusedLayers:
         rewritten = [wrapped(code, self.text.text.text) for code in cls._rewritten.values()]
         compares_inputs = any("self.shared_input()" in code for code in rewritten)
         if compares_inputs or any("super()." in code for code in rewritten) or self._is_used(original, cls):
-            self.bring(standing_alone.JoinedPart)
+            self.bring(standing_alone.JoinedPart, "from_patcher()")
             for number, name in enumerate(joined.projections):
                 start = f"sum(self.{joined.sizes}[:{number}])" if number else "0"
                 arguments = f"self.{joined.name}, {start}, self.{joined.sizes}[{number}]"
                 arguments += f", self.{name}_bias" if name in joined.biased else ""
                 members.append(wrapped(f"@property\ndef {name}(self):\n    return JoinedPart({arguments})\n"))
         if compares_inputs:
-            self.bring(standing_alone.SharedInput)
+            self.bring(standing_alone.SharedInput, "from_patcher()")
             listed = ", ".join(f'"{name}"' for name in joined.projections)
             call = f'SharedInput(self, [{listed}], "{joined.name}")'
             members.append(wrapped(f"def shared_input(self):\n    return {call}\n"))
         if any("self.are_values(" in code for code in rewritten):
-            self.bring(standing_alone.are_values)
+            self.bring(standing_alone.are_values, "from_patcher()")
             members.append("def are_values(self, *given):\n    return are_values(given)\n")
         doc = str(cls.__doc__).split(". Rewritten")[0] + "."
         return self._decorators(original) + class_text(new, original.__name__, doc, [*members, *rewritten])
@@ -311,24 +307,18 @@ class FusedLayers:
         return "".join(f"@{text.code(each)}\n" for each in kept if "kernel_forward" not in names[each])
 
     def joined_init(self, original: type, joined: Joined) -> str:
-        """The `__init__` of a class of joined projections, in the place of the original's.
+        """The `__init__` of a class of joined projections, which takes the place of the original's.
 
         Raises:
             CodegenError: that one doesn't build the projections line by line.
         """
-        return self._init(original, lambda node: self._join_lines(original, node, joined))
-
-    def _init(self, original: type, change: Callable[[ast.FunctionDef], list[Edit]]) -> str:
-        """The `__init__` of a subclass that takes the place of the original's, and doesn't call it."""
         found = self.text.method(original, "__init__")
         if found is None:
             raise self._unread(original)
         owner, node = found
-        edits = change(node)
-        for part in ast.walk(node):
-            if isinstance(part, ast.Call) and ast.unparse(part) == "super()":
-                edits.append(Edit(*self.text.text.span(part), f"super({owner.__name__}, self)"))
-        return self.text.code(node, edits)
+        supers = [part for part in ast.walk(node) if isinstance(part, ast.Call) and ast.unparse(part) == "super()"]
+        edits = [Edit(*self.text.text.span(part), f"super({owner.__name__}, self)") for part in supers]
+        return self.text.code(node, [*self._join_lines(original, node, joined), *edits])
 
     def _unread(self, original: type) -> CodegenError:
         return self.described.refusal(
@@ -390,12 +380,16 @@ class FusedLayers:
                     return True
         return False
 
-    def experts(self, original: type[nn.Module], cls: type[LinearExperts], module: nn.Module) -> None:
+    def experts(self, original: type[nn.Module], cls: type[LinearExperts], fused: Mapping[str, Any]) -> None:
         """Write a class of experts that are layers, in the place of one of stacks."""
+        for place, other in self.modules.items():
+            if type(other) is original and place not in fused:
+                raise self._not_apart(place, next(iter(fused)))
+        module = self.modules[next(iter(fused))]
         found = self.text.method(original, "__init__")
         if not self.text.own(original) or found is None or found[0] is not original:
             raise self._unread(original)
-        self.bring(standing_alone.ListedExperts)
+        self.bring(standing_alone.ListedExperts, "from_patcher()")
         node, init = self.text.classes[original.__name__], found[1]
         layouts = cls.stacks(module)
         members, attributes = dict(cls._rewritten), []
@@ -426,67 +420,47 @@ class FusedLayers:
         self._uninitialised(original)
 
     def _expert_lines(self, original: type, init: ast.FunctionDef, layouts: Sequence[Matrices]) -> list[Edit]:
-        sizes: dict[str, list[str]] = {}
+        shapes: dict[Matrices, tuple[str, str, str]] = {}  # of weights: how many experts, inputs, outputs
         statements = []
         for layout in layouts:
             found = list(assigned(init, layout.stock[0]))
             call: Any = found[0].value if len(found) == 1 else None
             empty: Any = call.args[0] if isinstance(call, ast.Call) and call.args else None
-            if self.text.value(getattr(call, "func", ast.Constant(0))) is not nn.Parameter or not isinstance(
-                empty, ast.Call
-            ):
+            if not isinstance(empty, ast.Call) or self.text.value(call.func) is not nn.Parameter:
                 raise self._unread(original)
             listed = empty.args[0].elts if isinstance(empty.args[0], ast.Tuple | ast.List) else empty.args
-            sizes[layout.stock[0]] = [ast.unparse(each) for each in listed]
             statements.append(found[0])
-        biased = {
-            layer.removesuffix(".bias") for layout in layouts for layer in layout.layers if layer.endswith(".bias")
-        }
-        weights = [layout for layout in layouts if layout.layers[0].endswith("weight")]
-        shapes = []
-        for layout in weights:
-            count, rows, columns = sizes[layout.stock[0]]
-            shapes.append((count, *((rows, columns) if layout.transposed else (columns, rows))))
-        lines = [f"for number in range({shapes[0][0]}):", "    expert = nn.Module()"]
-        for layout, (count, inputs, outputs) in zip(weights, shapes, strict=True):
-            outputs = shapes[-1][1] if layout.parts > 1 else outputs
+            if layout.layers[0].endswith("weight"):
+                count, rows, columns = map(ast.unparse, listed)
+                shapes[layout] = (count, rows, columns) if layout.transposed else (count, columns, rows)
+        biased = {layer for layout in layouts for layer in layout.layers if layer.endswith(".bias")}
+        ordered = list(shapes.values())
+        first, width = ordered[0], ordered[-1][1]
+        lines = [f"for number in range({first[0]}):", "    expert = nn.Module()"]
+        for layout, (count, inputs, outputs) in shapes.items():
             for layer in (each.removesuffix(".weight") for each in layout.layers):
-                line = f"expert.{layer} = nn.Linear({inputs}, {outputs}{'' if layer in biased else ', bias=False'})"
-                lines += [f"    {line}"] if count == shapes[0][0] else [f"    if number < {count}:", f"        {line}"]
+                bias = "" if f"{layer}.bias" in biased else ", bias=False"
+                line = f"expert.{layer} = nn.Linear({inputs}, {width if layout.parts > 1 else outputs}{bias})"
+                lines += [f"    {line}"] if count == first[0] else [f"    if number < {count}:", f"        {line}"]
         lines.append("    self.add_module(str(number), expert)")
-        if weights[0].layers == ("weight",):  # an expert is a layer
-            _, inputs, outputs = shapes[0]
-            lines[1:] = [f"    self.add_module(str(number), nn.Linear({inputs}, {outputs}, bias=False))"]
+        if layouts[0].layers == ("weight",):  # an expert is a layer
+            lines[1:] = [f"    self.add_module(str(number), nn.Linear({first[1]}, {first[2]}, bias=False))"]
         last = max(statements, key=lambda node: node.lineno)
         indent = self.text.text.indent(last.lineno)
         edits = [self.text.whole_lines(each) for each in statements if each is not last]
-        removed = self.text.whole_lines(last)
-        return [*edits, removed._replace(text="".join(f"{indent}{line}\n" for line in lines))]
+        return [*edits, self.text.whole_lines(last)._replace(text="".join(f"{indent}{line}\n" for line in lines))]
 
     def _uninitialised(self, original: type) -> None:
-        """Take the branches out of `_init_weights` that initialise stacks, of which there are none."""
-        text = self.text.text
+        """Have `_init_weights` leave out what initialises stacks, of which there are none."""
         for cls in map(vars(self.text.module).get, self.text.classes):
             found = self.text.method(cls, "_init_weights") if isinstance(cls, type) and self.text.own(cls) else None
-            if found is None:
-                continue
-            for node in ast.walk(found[1]):
-                if not isinstance(node, ast.If) or not isinstance(node.test, ast.Call):
-                    continue
-                if ast.unparse(node.test.func) != "isinstance" or self.text.value(node.test.args[1]) is not original:
-                    continue
-                following = node.orelse[0] if len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If) else None
-                start = text.span(node)[0]
-                is_first = text.text.startswith("if", start)
-                if following is not None:
-                    at = text.span(following)[0]
-                    is_elif = text.text.startswith("elif", at)
-                    edit = Edit(start, at + (2 if is_first and is_elif else 0), "")
-                elif not node.orelse:
-                    edit = self.text.whole_lines(node)
-                else:
-                    continue
-                self.edit(found[0], "_init_weights", edit)
+            for node in ast.walk(found[1]) if found is not None else ():
+                test: Any = node.test if isinstance(node, ast.If) else None
+                asks = isinstance(test, ast.Call) and ast.unparse(test.func) == "isinstance"
+                if found is not None and asks and self.text.value(test.args[1]) is original:
+                    body: Any = node
+                    start, end = self.text.text.span(body.body[0])[0], self.text.text.span(body.body[-1])[1]
+                    self.edit(found[0], "_init_weights", Edit(start, end, "pass"))
 
     # -- written --------------------------------------------------------------------------------------------------
 
@@ -501,22 +475,17 @@ class FusedLayers:
 
 def _run_expert(module: Any, has_gate_of_its_own: bool) -> str:
     """What one expert computes, as its class declares it."""
-    both = (
-        "torch.cat((gate, up), -1)"
-        if getattr(module, "is_concatenated", True)
-        else "torch.stack((gate, up), -1).flatten(-2)"
+    gate, up, down = (f"expert.{name}_proj(hidden_states)" for name in ("gate", "up", "down"))
+    lines = [
+        f"hidden_states = self.act_fn({gate}) * {up}" if module.has_gate else f"hidden_states = self.act_fn({up})"
+    ]
+    if module.has_gate and has_gate_of_its_own:
+        both = "torch.cat((gate, up), -1)"
+        both = both if getattr(module, "is_concatenated", True) else "torch.stack((gate, up), -1).flatten(-2)"
+        lines = [f"gate, up = {gate}, {up}", f"hidden_states = self._apply_gate({both})"]
+    lines.append(
+        f"return self.post_expert_norm({down})" if getattr(module, "has_post_expert_norm", False) else f"return {down}"
     )
-    lines = ["def run_expert(self, expert, hidden_states):"]
-    if not module.has_gate:
-        lines.append("    hidden_states = self.act_fn(expert.up_proj(hidden_states))")
-    elif has_gate_of_its_own:
-        lines.append("    gate, up = expert.gate_proj(hidden_states), expert.up_proj(hidden_states)")
-        lines.append(f"    hidden_states = self._apply_gate({both})")
-    else:
-        lines.append(
-            "    hidden_states = self.act_fn(expert.gate_proj(hidden_states)) * expert.up_proj(hidden_states)"
-        )
-    result = "expert.down_proj(hidden_states)"
-    norm = getattr(module, "has_post_expert_norm", False)
-    lines.append(f"    return {f'self.post_expert_norm({result})' if norm else result}")
-    return "\n".join(lines) + "\n"
+    return "".join(
+        f"{line}\n" for line in ["def run_expert(self, expert, hidden_states):", *(f"    {each}" for each in lines)]
+    )

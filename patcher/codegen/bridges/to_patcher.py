@@ -35,7 +35,7 @@ def to_patcher(config: PatchSpec) -> Patcher:
     install()  # what is made here may be the first that a process has of this package
     if isinstance(config.runtime, Patcher):
         rest = _without(config, lambda patch: patch in config.of_runtime)
-        rest.runtime, rest.renamed, rest.endings, rest.helpers = None, {}, Blocks(), Helpers()
+        rest.runtime, rest.renamed, rest.bases, rest.endings, rest.helpers = None, {}, {}, Blocks(), Helpers()
         return config.runtime | to_patcher(rest) if rest.patches else config.runtime
     generated = build(config)
     module = execute(generated)

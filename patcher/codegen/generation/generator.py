@@ -128,6 +128,9 @@ def _edit(
         name, patches = _name(place), by_name[_name(place)]
         if name in config.renamed and isinstance(place.node, ast.ClassDef):
             context.rename(place.node, config.renamed[name])
+        if name in config.bases and isinstance(place.node, ast.ClassDef):
+            start = context.text.span(place.node.bases[0])[0]
+            context.edits.append(Edit(start, start, f"{config.bases[name]}, "))
         if not patches:
             continue
         guarded = place.owner is not tree

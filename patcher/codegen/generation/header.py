@@ -80,6 +80,7 @@ def _changes(
         ("add code behind the imports", [""] * bool(config.blocks)),
         ("add import", sorted({name for entry in config.imports for name in entry.bound()})),
         ("rename", sorted(config.renamed)),
+        ("add base", [f"{base} of {name}" for name, base in config.bases.items()]),
         ("drop import", sorted({*config.dropped, *orphans})),
         ("drop decorator", [f"{name} of {target}" for target, name in sorted(config.undecorated)]),
         ("leave out", map(marked, sorted(config.excluded))),

@@ -19,7 +19,7 @@ from patcher.codegen.spec import PatchSpec
 from patcher.source.edits import Edit, Text, applied
 from patcher.source.modules import SourceModule, find_spec
 from patcher.source.reading import parsed
-from patcher.source.scopes import bound_by, imported_names, statements_of, top_level
+from patcher.source.scopes import bound_by, statements_of, top_level
 
 #: The method, and the comment that says why it is there.
 METHOD = "is_custom_code"
@@ -46,11 +46,8 @@ def with_stock_conversions(
         original: its syntax tree.
         text: the text so far.
     """
-    own = any(patch.target.rpartition(".")[2] == METHOD for patch in config.patches)
-    wanted = config.converts_as_stock
-    if own or wanted is False or not source.name.startswith("transformers."):
-        return text, []
-    if wanted is None and not _concerns(source, original):
+    own = config.converts_itself or any(patch.target.rpartition(".")[2] == METHOD for patch in config.patches)
+    if own or not source.name.startswith("transformers.") or not _concerns(source, original):
         return text, []
     file = Text(text, parsed(text))
     tree = file.tree
@@ -105,51 +102,19 @@ def converted() -> frozenset[str]:
 
 
 def _first_models(tree: ast.Module) -> list[ast.ClassDef]:
-    """The classes of a file that inherit from `PreTrainedModel` through no other class of the file."""
-    models = _models(tree, "")
-    typing = {id(part) for node in tree.body if _is_typing(node) for part in ast.walk(node)}
-    return [
-        node
-        for node in top_level(tree.body)
-        if isinstance(node, ast.ClassDef) and node.name in models and id(node) not in typing
-        if not any(ast.unparse(base) in models for base in node.bases)
-    ]
+    """The classes of a file that inherit from `PreTrainedModel` through no other class of the file.
 
-
-def _is_typing(node: ast.stmt) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test).rpartition(".")[2] == "TYPE_CHECKING"
-
-
-def _models(tree: ast.Module, package: str) -> set[str]:
-    """The names of the classes of a file that are models; of those of other packages than transformers by its name."""
-    imported, found = imported_names(tree), set[str]()
-    bases: dict[str, list[str]] = {}  # of a class, or what a name is another name for
-    for node in top_level(tree.body):
-        if isinstance(node, ast.ClassDef):
-            bases.setdefault(node.name, []).extend(map(ast.unparse, node.bases))
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Name | ast.Attribute):
-            bases |= {target.id: [ast.unparse(node.value)] for target in node.targets if isinstance(target, ast.Name)}
-
-    def is_model(base: str) -> bool:
-        origin = imported.get(base)
-        if base in found or base.rpartition(".")[2] == "PreTrainedModel":
-            return True
-        if origin is None:
-            return False
-        home = origin.module_in(package)
-        return origin.attribute.endswith("PreTrainedModel") or origin.attribute in _models_of(home)
-
-    while more := {name for name, each in bases.items() if name not in found and any(map(is_model, each))}:
-        found |= more
-    return found & {node.name for node in top_level(tree.body) if isinstance(node, ast.ClassDef)}
-
-
-@cache
-def _models_of(module: str) -> frozenset[str]:
-    spec = find_spec(module) if module.startswith("transformers.") else None
-    if spec is None or not (spec.origin or "").endswith(".py"):
-        return frozenset()
-    return frozenset(_models(ast.parse(Path(spec.origin or "").read_bytes()), spec.parent or ""))
+    A model of another module is known by its name: transformers has none that a class of a modeling file inherits from
+    and that isn't called so.
+    """
+    first, models = list[ast.ClassDef](), set[str]()
+    typing = [node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    for node in top_level([each for each in tree.body if each not in typing]):
+        bases = list(map(ast.unparse, node.bases)) if isinstance(node, ast.ClassDef) else []
+        if isinstance(node, ast.ClassDef) and any("PreTrained" in base or base in models for base in bases):
+            first += [node] if models.isdisjoint(bases) else []
+            models.add(node.name)
+    return first
 
 
 # --- what it can't be right for -------------------------------------------------------------------------------------
@@ -159,43 +124,32 @@ def _check_names(config: PatchSpec, original: ast.Module, classes: dict[str, ast
     """A class under a new name gets no conversions that transformers has for the name that it inherits from."""
     known = converted()
     before = {node.name for node in top_level(original.body) if isinstance(node, ast.ClassDef)}
-    for name, node in classes.items():
-        if name in before or name in known or name.startswith("Original"):
-            continue
-        waiting = [node]
+    for name in sorted(classes.keys() - before - known):
+        waiting = [] if name.startswith("Original") else [name]
         while waiting:
-            bases = [base.id for base in waiting.pop().bases if isinstance(base, ast.Name)]
-            for base in bases:
-                if base in known:
-                    raise config.error(
-                        f"{name} inherits from {base}, whose checkpoints transformers converts by the name of the "
-                        f"class: it would read them wrongly. Call it {base}, with replace_class({base!r})."
-                    )
-            waiting += [classes[base] for base in bases if base in classes]
+            base = waiting.pop()
+            if base in known:
+                raise config.error(
+                    f"{name} inherits from {base}, whose checkpoints transformers converts by the name of the "
+                    f"class: it would read them wrongly. Call it {base}, with replace_class({base!r})."
+                )
+            waiting += map(ast.unparse, classes[base].bases if base in classes else ())
 
 
-def _initialisers(tree: ast.Module) -> list[ast.FunctionDef]:
-    return [node for node in statements_of(tree, ast.FunctionDef) if node.name == "_init_weights"]
+def _initialising(tree: ast.Module) -> list[ast.Call]:
+    methods = [node for node in statements_of(tree, ast.FunctionDef) if node.name == "_init_weights"]
+    return [part for node in methods for part in ast.walk(node) if isinstance(part, ast.Call)]
 
 
 def _check_initialisation(config: PatchSpec, original: ast.Module, tree: ast.Module) -> None:
     """Of transformers' own classes it initialises loaded weights as well, by functions that leave those alone."""
-    calls = [part for node in _initialisers(original) for part in ast.walk(node) if isinstance(part, ast.Call)]
-    known = set(map(ast.unparse, calls))
-    for node in _initialisers(tree):
-        for part in ast.walk(node):
-            called = part.func if isinstance(part, ast.Call) else None
-            if (
-                not isinstance(called, ast.Attribute)
-                or ast.unparse(part) in known
-                or not called.attr.endswith("_")
-                or called.attr.endswith("__")
-            ):
-                continue
-            owner = ast.unparse(called.value)
-            if owner.rpartition(".")[2] != "init" and not owner.startswith("super("):
-                raise config.error(
-                    f"_init_weights of a patch writes with {owner}.{called.attr}(), also over weights that were "
-                    "loaded. Use a function of transformers.initialization, which leaves those alone, such as "
-                    f"init.normal_({owner.removesuffix('.data')})."
-                )
+    known = set(map(ast.unparse, _initialising(original)))
+    for call in _initialising(tree):
+        owner, _, name = ast.unparse(call.func).rpartition(".")
+        writes = owner and name.endswith("_") and not name.endswith("__") and ast.unparse(call) not in known
+        if writes and owner.rpartition(".")[2] != "init" and not owner.startswith("super("):
+            raise config.error(
+                f"_init_weights of a patch writes with {owner}.{name}(), also over weights that were loaded. Use a "
+                "function of transformers.initialization, which leaves those alone, such as "
+                f"init.normal_({owner.removesuffix('.data')})."
+            )

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM, MixtralForCausalLM
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter
-from transformers.models.llama.modeling_llama import LlamaMLP
 
 from patcher import Patcher
 from patcher.codegen import PatchConfig, generate, write
@@ -20,7 +19,7 @@ from tests.codegen.unwritable import Unspeakable
 from tests.project.advice import Place, Steps, advice, load, same
 from tests.project.advice.generated_files import importable
 from tests.support.comparing import logits
-from tests.support.replaced_elsewhere import JoinedMLP, NegatedMLP
+from tests.support.replaced_elsewhere import JoinedMLP
 from tests.support.tiny import tiny_llama_config, tiny_mixtral_config
 
 LLAMA = "transformers.models.llama.modeling_llama"
@@ -152,39 +151,6 @@ def a_conversion_without_text(at: Place) -> Steps:
     yield lambda: file_of(joined(Unspeakable(0)))
     assert same(load(at.llama, joined(Unspeakable(0))), at.llama)
     assert arrives(at, joined(Concatenate(0)))
-
-
-def negating(*, by_its_own_name: bool) -> ConversionOps:
-    if by_its_own_name:
-
-        class Negate(ConversionOps):
-            def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
-                assert LlamaMLP.__name__ == "LlamaMLP"
-                (tensors,) = input_dict.values()
-                return {target_patterns[0]: -(tensors[0] if isinstance(tensors, list) else tensors)}
-
-            @property
-            def reverse_op(self):
-                return Negate()
-
-        return Negate()
-    Base = LlamaMLP  # noqa: N806
-
-    class OtherNegate(ConversionOps):
-        def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
-            assert Base.__name__ == "LlamaMLP"
-
-    return OtherNegate()
-
-
-@advice("{} knows {} by other names, {}. Use their own names in {}.")
-def an_operation_that_knows_a_class_by_another_name(at: Place) -> Steps:
-    def negated(operation: ConversionOps) -> Patcher:
-        conversion = WeightConverter("mlp.down_proj.weight", "mlp.negated.weight", operations=[operation])
-        return Patcher({"LlamaMLP": NegatedMLP}, (), conversion)
-
-    yield lambda: file_of(negated(negating(by_its_own_name=False)))
-    assert arrives(at, negated(negating(by_its_own_name=True)))
 
 
 OWN_MODEL = """

@@ -3,9 +3,11 @@
 # Source:  transformers.models.llama.modeling_llama (transformers 5.23.0)
 # About:   What the patcher 'Llama with qkv joined' does to the models of this module.
 # Made by: patcher codegen examples/codegen/llama/llama_patch_gen_config.py
-# Differs: fuse LlamaAttention 81785ecb; override method (8 times); add method
-#          LlamaPreTrainedModel.is_custom_code; add helper (7 times); add code behind the
-#          imports; add import (11 times); rename LlamaModel
+# Differs: fuse LlamaAttention 81785ecb; override method
+#          LlamaDecoderLayer.__init__ 89d93888, LlamaForSequenceClassification.__init__,
+#          LlamaForQuestionAnswering.__init__, LlamaForTokenClassification.__init__; add
+#          helper (5 times); add code behind the imports; add import (11 times); rename
+#          LlamaModel; add base OriginalCheckpoints of LlamaPreTrainedModel
 # ----------------------------------------------------------------------------------------
 # Copyright 2022 EleutherAI and the HuggingFace Inc. team. All rights reserved.
 #
@@ -55,9 +57,9 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 
 # [ADDED IMPORTS]
 from copy import deepcopy
+from itertools import accumulate
 from transformers.conversion_mapping import get_model_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.core_model_loading import (
-    Concatenate,
     ConversionOps,
     PrefixChange,
     WeightConverter,
@@ -75,31 +77,37 @@ OWN_NAME = "Qkv"
 # ======================================================================
 # [HELPERS]
 # ======================================================================
-class SplitRows(ConversionOps):
-    """One layer as the checkpoint's several; the modules that have such layers say how many rows are whose."""
+class Refit(ConversionOps):
+    """Tensors of the original as those of a layer here, by `forth`, and back: lists of them, one for each pattern."""
+
+    is_back = False
 
     @torch.no_grad()
-    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name, model, **kwargs):
-        (rows,) = (value[0] if isinstance(value, list) else value for value in input_dict.values())
-        joined = full_layer_name.replace(target_patterns[0], source_patterns[0]).removesuffix(".weight")
-        owner, _, name = joined.removesuffix(".bias").rpartition(".")
-        listed = {tuple(getattr(each, f"{name}_sizes", ())) for each in model.modules()}
-        sizes = [each for each in listed if sum(each) == len(rows)]
-        if len(sizes) != 1:  # this layer's: by its name, which isn't yet that of the checkpoint
-            sizes = [getattr(model.get_submodule(owner), f"{name}_sizes")]
-        return {part: piece.clone() for part, piece in zip(target_patterns, rows.split(sizes[0]), strict=True)}
+    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name="", model=None, **kwargs):
+        given = [input_dict[each] for each in source_patterns if each in input_dict] or [*input_dict.values()]
+        given = [each if isinstance(each, list) else [each] for each in given]
+        own = full_layer_name.replace(target_patterns[0], source_patterns[0]) if self.is_back else full_layer_name
+        made = (self.back if self.is_back else self.forth)(given, len(target_patterns), model, own)
+        named = zip(target_patterns, made, strict=True)
+        return {name.replace("*", str(n)): tensor for name, tensors in named for n, tensor in enumerate(tensors)}
 
     @property
     def reverse_op(self):
-        return JoinRows()
+        reverse = deepcopy(self)
+        reverse.is_back = not self.is_back
+        return reverse
 
 
-class JoinRows(Concatenate):
-    """Several of the checkpoint's layers as one, row by row."""
+class JoinRows(Refit):
+    """Several of the original's layers as one, row by row; the module that has it says how many rows are whose."""
 
-    @property
-    def reverse_op(self):
-        return SplitRows()
+    def forth(self, given, *about):
+        return [[torch.cat([rows for (rows,) in given])]]
+
+    def back(self, given, count, model, own):
+        owner, layer = own.removesuffix(".weight").removesuffix(".bias").rsplit(".", 1)
+        sizes = getattr(model.get_submodule(owner), f"{layer}_sizes")
+        return [[rows.clone()] for rows in given[0][0].split(sizes)]
 
 
 def converted(model, state_dict, conversions, renamed_first):
@@ -122,31 +130,68 @@ def converted(model, state_dict, conversions, renamed_first):
     return result
 
 
-def in_own_layout(model, state_dict):
-    """A state dict whose tensors of the original's checkpoints have become those that the model has."""
-    known = model.state_dict().keys()
-    if state_dict.keys() <= known:
-        return state_dict
-    others = {key: tensor for key, tensor in state_dict.items() if key not in known}
-    own = {key: tensor for key, tensor in state_dict.items() if key in known}
-    return own | converted(model, others, get_model_conversion_mapping(model, add_legacy=False), True)
+class OriginalCheckpoints:
+    """Models that read checkpoints of the original, resume from them, and write them as that one does."""
 
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        """Take a checkpoint of the original too, as `Trainer` has it when it resumes."""
+        known = self.state_dict().keys()
+        if others := {key: tensor for key, tensor in state_dict.items() if key not in known}:
+            own = {key: tensor for key, tensor in state_dict.items() if key in known}
+            conversions = get_model_conversion_mapping(self, add_legacy=False)
+            state_dict = own | converted(self, others, conversions, renamed_first=True)
+        return super().load_state_dict(state_dict, *args, **kwargs)
 
-def in_natural_order(state_dict):
-    """A checkpoint in the order of its names, in which the original writes it, file by file."""
-    return {key: state_dict[key] for key in sorted(state_dict, key=dot_natural_key)}
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        """Refuse what is for layers of the original, the weights of an adapter for one: torch would leave them out."""
+        known, absent = {name for name, _ in self.named_modules()}, {}  # layer -> a key of it
+        for key in state_dict:
+            layers = accumulate(key.removeprefix(prefix).split(".")[:-1], "{}.{}".format)
+            absent |= {layer: key for layer in layers if layer not in known}
+        conversions = get_model_conversion_mapping(self, add_legacy=False) if absent else []
+        converters = [each for each in conversions if isinstance(each, WeightConverter)]
+        for layer, key in absent.items():
+            if rename_source_key(f"{layer}.weight", [], converters)[1] is not None:
+                raise RuntimeError(f"{key} is for a layer of the original model only: load it into that.")
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
+    def in_original_layout(self, state_dict):
+        """A state dict as the original's checkpoints have it: what its load has converted, the other way round."""
+        conversions = getattr(self, "_weight_conversions", None)
+        if conversions is None:  # it wasn't loaded
+            for kind in {type(each) for each in self.modules() if type(each).__module__ != __name__}:
+                if any(each.__module__ == __name__ and each.__name__.startswith(OWN_NAME) for each in kind.__mro__):
+                    name = kind.__name__
+                    raise NotImplementedError(f"{name} has no conversions, which go by names. Load a checkpoint.")
+            conversions = get_model_conversion_mapping(self, add_legacy=False)
+            conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
+        conversions = [each.reverse_transform() for each in reversed(conversions)]
+        return converted(self, state_dict, conversions, renamed_first=False)
 
-def in_original_layout(model, state_dict):
-    """A state dict as the original's checkpoints have it: what its load has converted, the other way round."""
-    conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:  # it wasn't loaded
-        for kind in {type(each) for each in model.modules() if type(each).__module__ != __name__}:
-            if any(each.__module__ == __name__ and each.__name__.startswith(OWN_NAME) for each in kind.__mro__):
-                raise NotImplementedError(f"{kind.__name__} has no conversions, which go by names. Load a checkpoint.")
-        conversions = get_model_conversion_mapping(model, add_legacy=False)
-        conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
-    return converted(model, state_dict, [each.reverse_transform() for each in reversed(conversions)], False)
+    def in_original_order(self, state_dict):
+        """A checkpoint in the order of its names, in which the original writes it, file by file."""
+        return {key: state_dict[key] for key in sorted(state_dict, key=dot_natural_key)}
+
+    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, **kwargs):
+        """Write a checkpoint of the original."""
+        offloaded = {"cpu", "disk"}.intersection(getattr(self, "hf_device_map", {}).values())
+        otherwise = offloaded or getattr(self, "peft_config", None) or hasattr(self, "_patcher_record")
+        if kwargs.get("save_original_format", True) and not otherwise:
+            state_dict = self.state_dict() if state_dict is None else state_dict
+            state_dict = remove_tied_weights_from_state_dict(state_dict, self)
+            state_dict = self.in_original_order(self.in_original_layout(state_dict))
+            kwargs["save_original_format"] = False
+        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+        name = next(each.__name__ for each in type(self).__mro__ if each.__module__ == __name__).removeprefix(OWN_NAME)
+        if is_main_process and name != type(self).__name__:  # the config names the class of the original
+            self.config.architectures = [name]
+            self.config.save_pretrained(save_directory)
+
+    @classmethod
+    def prepare_distribute_model(cls, *args, **kwargs):
+        """Refuse a load that is split over processes: the plans of the original name other layers than these."""
+        reason = "is of a generated file, whose layers a distributed_config or tp_plan of the original doesn't fit"
+        raise NotImplementedError(f"{cls.__name__} {reason}. Load it whole, or load the original model.")
 
 
 logger = logging.get_logger(__name__)
@@ -490,12 +535,8 @@ class LlamaDecoderLayer(GradientCheckpointingLayer):
         return hidden_states
 
 
-# ======================================================================
-# [MODIFIED CLASS] LlamaPreTrainedModel
-# Methods patched: load_state_dict, _load_from_state_dict, save_pretrained, prepare_distribute_model
-# ======================================================================
 @auto_docstring
-class LlamaPreTrainedModel(PreTrainedModel):
+class LlamaPreTrainedModel(OriginalCheckpoints, PreTrainedModel):
     config: LlamaConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -511,53 +552,6 @@ class LlamaPreTrainedModel(PreTrainedModel):
         "hidden_states": LlamaDecoderLayer,
         "attentions": LlamaAttention,
     }
-
-    def load_state_dict(self, state_dict, *args, **kwargs):
-        """Take a checkpoint of the original too, as `Trainer` has it when it resumes."""
-        return super().load_state_dict(in_own_layout(self, state_dict), *args, **kwargs)
-
-    def _load_from_state_dict(self, state_dict, prefix, *args):
-        """Refuse what is for layers of the original, the weights of an adapter for one: torch would leave them out."""
-        absent = {}  # layers that this model doesn't have -> the first key of each
-        for key in state_dict:
-            module, layer = self, ""
-            for name in key.removeprefix(prefix).split(".")[:-1]:
-                layer, module = f"{layer}.{name}".removeprefix("."), module._modules.get(name)
-                if module is None:
-                    absent.setdefault(layer, key)
-                    break
-        conversions = get_model_conversion_mapping(self, add_legacy=False) if absent else []
-        converters = [each for each in conversions if isinstance(each, WeightConverter)]
-        for layer, key in absent.items():
-            if rename_source_key(f"{layer}.weight", [], converters)[1] is not None:
-                raise RuntimeError(f"{key} is for a layer of the original model only: load it into that.")
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, **kwargs):
-        """Write a checkpoint of the original."""
-        offloaded = {"cpu", "disk"}.intersection(getattr(self, "hf_device_map", {}).values())
-        otherwise = offloaded or getattr(self, "peft_config", None) or hasattr(self, "_patcher_record")
-        if kwargs.get("save_original_format", True) and not otherwise:
-            state_dict = self.state_dict() if state_dict is None else state_dict
-            state_dict = remove_tied_weights_from_state_dict(state_dict, self)
-            state_dict = in_natural_order(in_original_layout(self, state_dict))
-            kwargs["save_original_format"] = False
-        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
-        name = next(each.__name__ for each in type(self).__mro__ if each.__module__ == __name__).removeprefix(OWN_NAME)
-        if is_main_process and name != type(self).__name__:  # the config names the class of the original
-            self.config.architectures = [name]
-            self.config.save_pretrained(save_directory)
-
-    @classmethod
-    def prepare_distribute_model(cls, *args, **kwargs):
-        """Refuse a load that is split over processes: the plans of the original name other layers than these."""
-        reason = "is of a generated file, whose layers a distributed_config or tp_plan of the original doesn't fit"
-        raise NotImplementedError(f"{cls.__name__} {reason}. Load it whole, or load the original model.")
-
-    @classmethod
-    def is_custom_code(cls):
-        # transformers converts checkpoints for its own classes only. These read and write the very same ones.
-        return False
 
 
 @auto_docstring
@@ -772,9 +766,7 @@ register_checkpoint_conversion_mapping(
     "QkvLlamaModel",
     [
         WeightConverter(
-            ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-            "self_attn.qkv_proj",
-            [JoinRows()],
+            ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], "self_attn.qkv_proj", [JoinRows()]
         ),
     ],
     overwrite=True,

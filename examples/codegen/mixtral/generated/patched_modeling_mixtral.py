@@ -4,9 +4,10 @@
 # About:   What the patcher 'Mixtral with experts as layers' does to the models of this
 #          module.
 # Made by: patcher codegen examples/codegen/mixtral/mixtral_patch_gen_config.py
-# Differs: replace class MixtralExperts fcbf0dde; override method (8 times); add helper (5
-#          times); add code behind the imports; add import (10 times); rename MixtralModel;
-#          drop import use_experts_implementation
+# Differs: replace class MixtralExperts fcbf0dde; override method (4 times); add helper (4
+#          times); add code behind the imports; add import (11 times); rename MixtralModel;
+#          add base ConvertedCheckpoints of MixtralPreTrainedModel; drop import
+#          use_experts_implementation
 # ----------------------------------------------------------------------------------------
 # The source was itself generated, from src/transformers/models/mixtral/modular_mixtral.py.
 # Copyright 2023 Mistral AI and the HuggingFace Inc. team. All rights reserved.
@@ -58,6 +59,7 @@ from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 
 # [ADDED IMPORTS]
 from copy import deepcopy
+from itertools import accumulate
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     get_model_conversion_mapping,
@@ -127,43 +129,88 @@ def converted(model, state_dict, conversions, renamed_first):
     return result
 
 
-def in_own_layout(model, state_dict):
-    """A state dict whose tensors of the original's checkpoints have become those that the model has."""
-    known = model.state_dict().keys()
-    if state_dict.keys() <= known:
-        return state_dict
-    others = {key: tensor for key, tensor in state_dict.items() if key not in known}
-    own = {key: tensor for key, tensor in state_dict.items() if key in known}
-    return own | converted(model, others, get_model_conversion_mapping(model, add_legacy=False), True)
+class OriginalCheckpoints:
+    """Models that read checkpoints of the original, resume from them, and write them as that one does."""
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        """Take a checkpoint of the original too, as `Trainer` has it when it resumes."""
+        known = self.state_dict().keys()
+        if others := {key: tensor for key, tensor in state_dict.items() if key not in known}:
+            own = {key: tensor for key, tensor in state_dict.items() if key in known}
+            conversions = get_model_conversion_mapping(self, add_legacy=False)
+            state_dict = own | converted(self, others, conversions, renamed_first=True)
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        """Refuse what is for layers of the original, the weights of an adapter for one: torch would leave them out."""
+        known, absent = {name for name, _ in self.named_modules()}, {}  # layer -> a key of it
+        for key in state_dict:
+            layers = accumulate(key.removeprefix(prefix).split(".")[:-1], "{}.{}".format)
+            absent |= {layer: key for layer in layers if layer not in known}
+        conversions = get_model_conversion_mapping(self, add_legacy=False) if absent else []
+        converters = [each for each in conversions if isinstance(each, WeightConverter)]
+        for layer, key in absent.items():
+            if rename_source_key(f"{layer}.weight", [], converters)[1] is not None:
+                raise RuntimeError(f"{key} is for a layer of the original model only: load it into that.")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def in_original_layout(self, state_dict):
+        """A state dict as the original's checkpoints have it: what its load has converted, the other way round."""
+        conversions = getattr(self, "_weight_conversions", None)
+        if conversions is None:  # it wasn't loaded
+            for kind in {type(each) for each in self.modules() if type(each).__module__ != __name__}:
+                if any(each.__module__ == __name__ and each.__name__.startswith(OWN_NAME) for each in kind.__mro__):
+                    name = kind.__name__
+                    raise NotImplementedError(f"{name} has no conversions, which go by names. Load a checkpoint.")
+            conversions = get_model_conversion_mapping(self, add_legacy=False)
+            conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
+        conversions = [each.reverse_transform() for each in reversed(conversions)]
+        return converted(self, state_dict, conversions, renamed_first=False)
+
+    def in_original_order(self, state_dict):
+        """A checkpoint in the order of its names, in which the original writes it, file by file."""
+        return {key: state_dict[key] for key in sorted(state_dict, key=dot_natural_key)}
+
+    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, **kwargs):
+        """Write a checkpoint of the original."""
+        offloaded = {"cpu", "disk"}.intersection(getattr(self, "hf_device_map", {}).values())
+        otherwise = offloaded or getattr(self, "peft_config", None) or hasattr(self, "_patcher_record")
+        if kwargs.get("save_original_format", True) and not otherwise:
+            state_dict = self.state_dict() if state_dict is None else state_dict
+            state_dict = remove_tied_weights_from_state_dict(state_dict, self)
+            state_dict = self.in_original_order(self.in_original_layout(state_dict))
+            kwargs["save_original_format"] = False
+        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+        name = next(each.__name__ for each in type(self).__mro__ if each.__module__ == __name__).removeprefix(OWN_NAME)
+        if is_main_process and name != type(self).__name__:  # the config names the class of the original
+            self.config.architectures = [name]
+            self.config.save_pretrained(save_directory)
+
+    @classmethod
+    def prepare_distribute_model(cls, *args, **kwargs):
+        """Refuse a load that is split over processes: the plans of the original name other layers than these."""
+        reason = "is of a generated file, whose layers a distributed_config or tp_plan of the original doesn't fit"
+        raise NotImplementedError(f"{cls.__name__} {reason}. Load it whole, or load the original model.")
 
 
-def in_original_layout(model, state_dict):
-    """A state dict as the original's checkpoints have it: what its load has converted, the other way round."""
-    conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:  # it wasn't loaded
-        for kind in {type(each) for each in model.modules() if type(each).__module__ != __name__}:
-            if any(each.__module__ == __name__ and each.__name__.startswith(OWN_NAME) for each in kind.__mro__):
-                raise NotImplementedError(f"{kind.__name__} has no conversions, which go by names. Load a checkpoint.")
-        conversions = get_model_conversion_mapping(model, add_legacy=False)
-        conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
-    return converted(model, state_dict, [each.reverse_transform() for each in reversed(conversions)], False)
+class ConvertedCheckpoints(OriginalCheckpoints):
+    """Models of an original whose checkpoints aren't in the order of their own names: it has others itself."""
 
+    def in_original_order(self, state_dict):
+        """A checkpoint in the order of the original's parameters, in which that one writes it, file by file."""
+        conversions = [each for key in STOCK_CONVERSIONS for each in get_checkpoint_conversion_mapping(key) or ()]
+        conversions = [each for each in conversions if not each.source_patterns[0].startswith("^")]
+        renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+        converters = [each for each in conversions if isinstance(each, WeightConverter)]
+        targets = {pattern: each.target_patterns for each in converters for pattern in each.source_patterns}
 
-def in_original_order(state_dict):
-    """A checkpoint in the order of the original's parameters, in which that one writes it, file by file."""
-    conversions = [each for key in STOCK_CONVERSIONS for each in get_checkpoint_conversion_mapping(key) or ()]
-    conversions = [each for each in conversions if not each.source_patterns[0].startswith("^")]
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
-    targets = {pattern: each.target_patterns for each in converters for pattern in each.source_patterns}
+        def place(key):
+            name, pattern = rename_source_key(key, renamings, converters)
+            first, *others = targets.get(pattern, [""])
+            names = [name, *(name.replace(first, each) for each in others)]
+            return min(map(dot_natural_key, names)), [*targets, None].index(pattern), dot_natural_key(key)
 
-    def place(key):
-        name, pattern = rename_source_key(key, renamings, converters)
-        first, *others = targets.get(pattern, [""])
-        names = [name, *(name.replace(first, each) for each in others)]
-        return min(map(dot_natural_key, names)), [*targets, None].index(pattern), dot_natural_key(key)
-
-    return {key: state_dict[key] for key in sorted(state_dict, key=place)}
+        return {key: state_dict[key] for key in sorted(state_dict, key=place)}
 
 
 # ======================================================================
@@ -480,10 +527,10 @@ class MixtralDecoderLayer(GradientCheckpointingLayer):
 
 # ======================================================================
 # [MODIFIED CLASS] MixtralPreTrainedModel
-# Methods patched: _init_weights, load_state_dict, _load_from_state_dict, save_pretrained, prepare_distribute_model
+# Methods patched: _init_weights
 # ======================================================================
 @auto_docstring
-class MixtralPreTrainedModel(PreTrainedModel):
+class MixtralPreTrainedModel(ConvertedCheckpoints, PreTrainedModel):
     config: MixtralConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -505,50 +552,10 @@ class MixtralPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module):
         super()._init_weights(module)
         std = self.config.initializer_range
-        if isinstance(module, MixtralTopKRouter):
+        if isinstance(module, MixtralExperts):
+            pass
+        elif isinstance(module, MixtralTopKRouter):
             init.normal_(module.weight, mean=0.0, std=std)
-
-    def load_state_dict(self, state_dict, *args, **kwargs):
-        """Take a checkpoint of the original too, as `Trainer` has it when it resumes."""
-        return super().load_state_dict(in_own_layout(self, state_dict), *args, **kwargs)
-
-    def _load_from_state_dict(self, state_dict, prefix, *args):
-        """Refuse what is for layers of the original, the weights of an adapter for one: torch would leave them out."""
-        absent = {}  # layers that this model doesn't have -> the first key of each
-        for key in state_dict:
-            module, layer = self, ""
-            for name in key.removeprefix(prefix).split(".")[:-1]:
-                layer, module = f"{layer}.{name}".removeprefix("."), module._modules.get(name)
-                if module is None:
-                    absent.setdefault(layer, key)
-                    break
-        conversions = get_model_conversion_mapping(self, add_legacy=False) if absent else []
-        converters = [each for each in conversions if isinstance(each, WeightConverter)]
-        for layer, key in absent.items():
-            if rename_source_key(f"{layer}.weight", [], converters)[1] is not None:
-                raise RuntimeError(f"{key} is for a layer of the original model only: load it into that.")
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, **kwargs):
-        """Write a checkpoint of the original."""
-        offloaded = {"cpu", "disk"}.intersection(getattr(self, "hf_device_map", {}).values())
-        otherwise = offloaded or getattr(self, "peft_config", None) or hasattr(self, "_patcher_record")
-        if kwargs.get("save_original_format", True) and not otherwise:
-            state_dict = self.state_dict() if state_dict is None else state_dict
-            state_dict = remove_tied_weights_from_state_dict(state_dict, self)
-            state_dict = in_original_order(in_original_layout(self, state_dict))
-            kwargs["save_original_format"] = False
-        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
-        name = next(each.__name__ for each in type(self).__mro__ if each.__module__ == __name__).removeprefix(OWN_NAME)
-        if is_main_process and name != type(self).__name__:  # the config names the class of the original
-            self.config.architectures = [name]
-            self.config.save_pretrained(save_directory)
-
-    @classmethod
-    def prepare_distribute_model(cls, *args, **kwargs):
-        """Refuse a load that is split over processes: the plans of the original name other layers than these."""
-        reason = "is of a generated file, whose layers a distributed_config or tp_plan of the original doesn't fit"
-        raise NotImplementedError(f"{cls.__name__} {reason}. Load it whole, or load the original model.")
 
 
 @auto_docstring

@@ -4,9 +4,10 @@
 # About:   What the patcher 'Qwen2-VL with linear patch embeddings' does to the models of
 #          this module.
 # Made by: patcher codegen examples/codegen/qwen2_vl/qwen2_vl_patch_gen_config.py
-# Differs: override method (5 times); add method Qwen2VLPreTrainedModel.is_custom_code; add
-#          helper (7 times); add code behind the imports; add import (12 times); rename
-#          Qwen2VisionTransformerPretrainedModel
+# Differs: override method PatchEmbed.__init__ 7de00e03; add method
+#          Qwen2VLPreTrainedModel.is_custom_code; add helper (6 times); add code behind the
+#          imports; add import (13 times); rename Qwen2VisionTransformerPretrainedModel; add
+#          base ConvertedCheckpoints of Qwen2VLPreTrainedModel
 # ----------------------------------------------------------------------------------------
 # Copyright 2024 The Qwen team, Alibaba Group and the HuggingFace Inc. team. All rights reserved.
 #
@@ -70,6 +71,7 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLConfig, Q
 # [ADDED IMPORTS]
 import math
 from copy import deepcopy
+from itertools import accumulate
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     get_model_conversion_mapping,
@@ -142,35 +144,35 @@ class LinearPatchEmbedding(nn.Module):
         return output.view(patches.shape[0], *counts, self.out_channels).movedim(-1, 1)
 
 
-class UnflattenKernel(ConversionOps):
-    """The weight of a linear layer as that of the convolution that it computes."""
+class Refit(ConversionOps):
+    """Tensors of the original as those of a layer here, by `forth`, and back: lists of them, one for each pattern."""
+
+    is_back = False
 
     @torch.no_grad()
-    def convert(self, input_dict, source_patterns, target_patterns, model, **kwargs):
-        (weight,) = (value[0] if isinstance(value, list) else value for value in input_dict.values())
-        layers = [each for each in model.modules() if isinstance(each, LinearPatchEmbedding)]
-        shapes = {each.kernel_shape for each in layers if each.linear.weight.shape == weight.shape}
-        if len(shapes) != 1:
-            raise ValueError(f"a weight of {tuple(weight.shape)} can't be told apart: such layers have {shapes}")
-        (shape,) = shapes
-        return {target_patterns[0]: weight.view(shape)}
+    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name="", model=None, **kwargs):
+        given = [input_dict[each] for each in source_patterns if each in input_dict] or [*input_dict.values()]
+        given = [each if isinstance(each, list) else [each] for each in given]
+        own = full_layer_name.replace(target_patterns[0], source_patterns[0]) if self.is_back else full_layer_name
+        made = (self.back if self.is_back else self.forth)(given, len(target_patterns), model, own)
+        named = zip(target_patterns, made, strict=True)
+        return {name.replace("*", str(n)): tensor for name, tensors in named for n, tensor in enumerate(tensors)}
 
     @property
     def reverse_op(self):
-        return FlattenKernel()
+        reverse = deepcopy(self)
+        reverse.is_back = not self.is_back
+        return reverse
 
 
-class FlattenKernel(ConversionOps):
+class FlattenKernel(Refit):
     """The kernel of a convolution as the weight of a linear layer over flattened patches."""
 
-    @torch.no_grad()
-    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
-        (kernel,) = (value[0] if isinstance(value, list) else value for value in input_dict.values())
-        return {target_patterns[0]: kernel.flatten(1)}
+    def forth(self, given, *about):
+        return [[given[0][0].flatten(1)]]
 
-    @property
-    def reverse_op(self):
-        return UnflattenKernel()
+    def back(self, given, count, model, own):
+        return [[given[0][0].view(model.get_submodule(own.removesuffix(".linear.weight")).kernel_shape)]]
 
 
 def converted(model, state_dict, conversions, renamed_first):
@@ -193,43 +195,88 @@ def converted(model, state_dict, conversions, renamed_first):
     return result
 
 
-def in_own_layout(model, state_dict):
-    """A state dict whose tensors of the original's checkpoints have become those that the model has."""
-    known = model.state_dict().keys()
-    if state_dict.keys() <= known:
-        return state_dict
-    others = {key: tensor for key, tensor in state_dict.items() if key not in known}
-    own = {key: tensor for key, tensor in state_dict.items() if key in known}
-    return own | converted(model, others, get_model_conversion_mapping(model, add_legacy=False), True)
+class OriginalCheckpoints:
+    """Models that read checkpoints of the original, resume from them, and write them as that one does."""
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        """Take a checkpoint of the original too, as `Trainer` has it when it resumes."""
+        known = self.state_dict().keys()
+        if others := {key: tensor for key, tensor in state_dict.items() if key not in known}:
+            own = {key: tensor for key, tensor in state_dict.items() if key in known}
+            conversions = get_model_conversion_mapping(self, add_legacy=False)
+            state_dict = own | converted(self, others, conversions, renamed_first=True)
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        """Refuse what is for layers of the original, the weights of an adapter for one: torch would leave them out."""
+        known, absent = {name for name, _ in self.named_modules()}, {}  # layer -> a key of it
+        for key in state_dict:
+            layers = accumulate(key.removeprefix(prefix).split(".")[:-1], "{}.{}".format)
+            absent |= {layer: key for layer in layers if layer not in known}
+        conversions = get_model_conversion_mapping(self, add_legacy=False) if absent else []
+        converters = [each for each in conversions if isinstance(each, WeightConverter)]
+        for layer, key in absent.items():
+            if rename_source_key(f"{layer}.weight", [], converters)[1] is not None:
+                raise RuntimeError(f"{key} is for a layer of the original model only: load it into that.")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def in_original_layout(self, state_dict):
+        """A state dict as the original's checkpoints have it: what its load has converted, the other way round."""
+        conversions = getattr(self, "_weight_conversions", None)
+        if conversions is None:  # it wasn't loaded
+            for kind in {type(each) for each in self.modules() if type(each).__module__ != __name__}:
+                if any(each.__module__ == __name__ and each.__name__.startswith(OWN_NAME) for each in kind.__mro__):
+                    name = kind.__name__
+                    raise NotImplementedError(f"{name} has no conversions, which go by names. Load a checkpoint.")
+            conversions = get_model_conversion_mapping(self, add_legacy=False)
+            conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
+        conversions = [each.reverse_transform() for each in reversed(conversions)]
+        return converted(self, state_dict, conversions, renamed_first=False)
+
+    def in_original_order(self, state_dict):
+        """A checkpoint in the order of its names, in which the original writes it, file by file."""
+        return {key: state_dict[key] for key in sorted(state_dict, key=dot_natural_key)}
+
+    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, **kwargs):
+        """Write a checkpoint of the original."""
+        offloaded = {"cpu", "disk"}.intersection(getattr(self, "hf_device_map", {}).values())
+        otherwise = offloaded or getattr(self, "peft_config", None) or hasattr(self, "_patcher_record")
+        if kwargs.get("save_original_format", True) and not otherwise:
+            state_dict = self.state_dict() if state_dict is None else state_dict
+            state_dict = remove_tied_weights_from_state_dict(state_dict, self)
+            state_dict = self.in_original_order(self.in_original_layout(state_dict))
+            kwargs["save_original_format"] = False
+        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+        name = next(each.__name__ for each in type(self).__mro__ if each.__module__ == __name__).removeprefix(OWN_NAME)
+        if is_main_process and name != type(self).__name__:  # the config names the class of the original
+            self.config.architectures = [name]
+            self.config.save_pretrained(save_directory)
+
+    @classmethod
+    def prepare_distribute_model(cls, *args, **kwargs):
+        """Refuse a load that is split over processes: the plans of the original name other layers than these."""
+        reason = "is of a generated file, whose layers a distributed_config or tp_plan of the original doesn't fit"
+        raise NotImplementedError(f"{cls.__name__} {reason}. Load it whole, or load the original model.")
 
 
-def in_original_layout(model, state_dict):
-    """A state dict as the original's checkpoints have it: what its load has converted, the other way round."""
-    conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:  # it wasn't loaded
-        for kind in {type(each) for each in model.modules() if type(each).__module__ != __name__}:
-            if any(each.__module__ == __name__ and each.__name__.startswith(OWN_NAME) for each in kind.__mro__):
-                raise NotImplementedError(f"{kind.__name__} has no conversions, which go by names. Load a checkpoint.")
-        conversions = get_model_conversion_mapping(model, add_legacy=False)
-        conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
-    return converted(model, state_dict, [each.reverse_transform() for each in reversed(conversions)], False)
+class ConvertedCheckpoints(OriginalCheckpoints):
+    """Models of an original whose checkpoints aren't in the order of their own names: it has others itself."""
 
+    def in_original_order(self, state_dict):
+        """A checkpoint in the order of the original's parameters, in which that one writes it, file by file."""
+        conversions = [each for key in STOCK_CONVERSIONS for each in get_checkpoint_conversion_mapping(key) or ()]
+        conversions = [each for each in conversions if not each.source_patterns[0].startswith("^")]
+        renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+        converters = [each for each in conversions if isinstance(each, WeightConverter)]
+        targets = {pattern: each.target_patterns for each in converters for pattern in each.source_patterns}
 
-def in_original_order(state_dict):
-    """A checkpoint in the order of the original's parameters, in which that one writes it, file by file."""
-    conversions = [each for key in STOCK_CONVERSIONS for each in get_checkpoint_conversion_mapping(key) or ()]
-    conversions = [each for each in conversions if not each.source_patterns[0].startswith("^")]
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
-    targets = {pattern: each.target_patterns for each in converters for pattern in each.source_patterns}
+        def place(key):
+            name, pattern = rename_source_key(key, renamings, converters)
+            first, *others = targets.get(pattern, [""])
+            names = [name, *(name.replace(first, each) for each in others)]
+            return min(map(dot_natural_key, names)), [*targets, None].index(pattern), dot_natural_key(key)
 
-    def place(key):
-        name, pattern = rename_source_key(key, renamings, converters)
-        first, *others = targets.get(pattern, [""])
-        names = [name, *(name.replace(first, each) for each in others)]
-        return min(map(dot_natural_key, names)), [*targets, None].index(pattern), dot_natural_key(key)
-
-    return {key: state_dict[key] for key in sorted(state_dict, key=place)}
+        return {key: state_dict[key] for key in sorted(state_dict, key=place)}
 
 
 logger = logging.get_logger(__name__)
@@ -803,12 +850,8 @@ class Qwen2VLDecoderLayer(GradientCheckpointingLayer):
         return hidden_states
 
 
-# ======================================================================
-# [MODIFIED CLASS] Qwen2VLPreTrainedModel
-# Methods patched: load_state_dict, _load_from_state_dict, save_pretrained, prepare_distribute_model
-# ======================================================================
 @auto_docstring
-class Qwen2VLPreTrainedModel(PreTrainedModel):
+class Qwen2VLPreTrainedModel(ConvertedCheckpoints, PreTrainedModel):
     config: Qwen2VLConfig
     base_model_prefix = "model"
     input_modalities = ("image", "video", "text")
@@ -820,48 +863,6 @@ class Qwen2VLPreTrainedModel(PreTrainedModel):
 
     _can_compile_fullgraph = True
     _supports_attention_backend = True
-
-    def load_state_dict(self, state_dict, *args, **kwargs):
-        """Take a checkpoint of the original too, as `Trainer` has it when it resumes."""
-        return super().load_state_dict(in_own_layout(self, state_dict), *args, **kwargs)
-
-    def _load_from_state_dict(self, state_dict, prefix, *args):
-        """Refuse what is for layers of the original, the weights of an adapter for one: torch would leave them out."""
-        absent = {}  # layers that this model doesn't have -> the first key of each
-        for key in state_dict:
-            module, layer = self, ""
-            for name in key.removeprefix(prefix).split(".")[:-1]:
-                layer, module = f"{layer}.{name}".removeprefix("."), module._modules.get(name)
-                if module is None:
-                    absent.setdefault(layer, key)
-                    break
-        conversions = get_model_conversion_mapping(self, add_legacy=False) if absent else []
-        converters = [each for each in conversions if isinstance(each, WeightConverter)]
-        for layer, key in absent.items():
-            if rename_source_key(f"{layer}.weight", [], converters)[1] is not None:
-                raise RuntimeError(f"{key} is for a layer of the original model only: load it into that.")
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, **kwargs):
-        """Write a checkpoint of the original."""
-        offloaded = {"cpu", "disk"}.intersection(getattr(self, "hf_device_map", {}).values())
-        otherwise = offloaded or getattr(self, "peft_config", None) or hasattr(self, "_patcher_record")
-        if kwargs.get("save_original_format", True) and not otherwise:
-            state_dict = self.state_dict() if state_dict is None else state_dict
-            state_dict = remove_tied_weights_from_state_dict(state_dict, self)
-            state_dict = in_original_order(in_original_layout(self, state_dict))
-            kwargs["save_original_format"] = False
-        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
-        name = next(each.__name__ for each in type(self).__mro__ if each.__module__ == __name__).removeprefix(OWN_NAME)
-        if is_main_process and name != type(self).__name__:  # the config names the class of the original
-            self.config.architectures = [name]
-            self.config.save_pretrained(save_directory)
-
-    @classmethod
-    def prepare_distribute_model(cls, *args, **kwargs):
-        """Refuse a load that is split over processes: the plans of the original name other layers than these."""
-        reason = "is of a generated file, whose layers a distributed_config or tp_plan of the original doesn't fit"
-        raise NotImplementedError(f"{cls.__name__} {reason}. Load it whole, or load the original model.")
 
     @classmethod
     def is_custom_code(cls):
