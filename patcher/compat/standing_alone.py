@@ -144,10 +144,10 @@ class OriginalCheckpoints:
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         """Refuse what is for layers of the original, the weights of an adapter for one: torch would leave them out."""
-        known, absent = {name for name, _ in self.named_modules()}, {}  # layer -> a key of it
+        known, absent = {name for name, _ in self.named_modules()}, {}  # layer -> its first key
         for key in state_dict:
             layers = accumulate(key.removeprefix(prefix).split(".")[:-1], "{}.{}".format)
-            absent |= {layer: key for layer in layers if layer not in known}
+            absent = {layer: key for layer in layers if layer not in known} | absent
         conversions = get_model_conversion_mapping(self, add_legacy=False) if absent else []
         converters = [each for each in conversions if isinstance(each, WeightConverter)]
         for layer, key in absent.items():
