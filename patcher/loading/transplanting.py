@@ -185,7 +185,7 @@ def _check_as_constructed(name: str, module: nn.Module | None, base: nn.Module |
 
 def _move_attributes(path: str, old: nn.Module, base: nn.Module, new: nn.Module | None) -> None:
     """Give a module the attributes and buffers that were changed on the one that it takes the place of."""
-    for key in sorted(vars(old)):
+    for key in sorted(vars(old).keys() | vars(base).keys()):
         if key in _KEPT or key.startswith("_patcher"):
             continue
         mine, theirs, here = (getattr(module, key, _MISSING) for module in (old, base, new))
@@ -196,7 +196,10 @@ def _move_attributes(path: str, old: nn.Module, base: nn.Module, new: nn.Module 
             is_method = isinstance(mine, MethodType) or callable(getattr(type(new), key, None))
             if new is None or is_method or not _same(theirs, here):
                 raise _changed(path, key)
-            new.__dict__[key] = mine
+            if mine is _MISSING:
+                new.__dict__.pop(key, None)
+            else:
+                new.__dict__[key] = mine
     for key in old._buffers.keys() & old._non_persistent_buffers_set:
         mine, theirs = old._buffers[key], base._buffers.get(key)
         if new is not None and key in new._buffers and _same(theirs, new._buffers[key]):

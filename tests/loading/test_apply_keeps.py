@@ -542,6 +542,15 @@ def test_modules_that_are_replaced_follow_the_config_of_the_model() -> None:
     assert {id(module.config) for module in patched.modules() if hasattr(module, "config")} == {id(patched.config)}
 
 
+def test_an_attribute_that_was_deleted_stays_so() -> None:
+    given = build_tiny(tiny_llama_config())
+    del given.model.layers[0].mlp.intermediate_size
+    patched = MLPS.apply(given)
+    back = Patcher().apply(patched)
+    for model in (patched, back):
+        assert [hasattr(layer.mlp, "intermediate_size") for layer in model.model.layers] == [False, True]
+
+
 def test_one_patcher_after_the_other() -> None:
     given = build_tiny(tiny_llama_config())
     expected, before = logits(given), described(given)
