@@ -235,7 +235,7 @@ def calling_module(depth: int) -> str:
 @contextmanager
 def construction_here() -> Iterator[Construction | None]:
     """The construction that this code is a part of; in a block, one for what is built here, with its parts."""
-    construction: Construction | None = construction_around()
+    construction = construction_around()
     if construction is None and (entries := entered()):
         construction = Construction(ClassRules(entries), by_hand=True)
         with entering(Block(construction=construction)):

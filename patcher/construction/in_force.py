@@ -11,10 +11,13 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
+
+if TYPE_CHECKING:
+    from patcher.construction.construction import Construction
 
 T = TypeVar("T")
 
@@ -77,7 +80,9 @@ class Block:
         ended: it was left; a context that was copied from within may outlive it.
     """
 
-    def __init__(self, entries: tuple[InForce, ...] = (), *, only: bool = False, construction: Any = None) -> None:
+    def __init__(
+        self, entries: tuple[InForce, ...] = (), *, only: bool = False, construction: Construction | None = None
+    ) -> None:
         self.entries = entries
         self.only = only
         self.thread = None if construction is None else threading.get_ident()
@@ -126,7 +131,7 @@ def entered() -> tuple[InForce, ...]:
     return tuple(entries)
 
 
-def construction_around() -> Any:
+def construction_around() -> Construction | None:
     """The construction that this code is a part of, None if nothing is built here under a patcher."""
     for block in blocks():
         if block.construction is not None or block.only:

@@ -129,8 +129,7 @@ def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> n
     construction = construction_around()
     if construction is None or construction.meta_init not in _active:
         return None
-    replaced: nn.Parameter | None = construction.meta_init.register(parameter)
-    return replaced
+    return construction.meta_init.register(parameter)
 
 
 def watch_parameters() -> None:

@@ -182,7 +182,7 @@ def fuse_in_place(module: nn.Module, layouts: Iterable[Layout], original: type[n
     Raises:
         PatchConstructionError: the layouts leave a part of a layer behind.
     """
-    layouts = tuple(layout if layout.stock_shapes else layout.of(module) for layout in layouts)
+    layouts = tuple(layout.of(module) for layout in layouts)
     if not layouts:
         return
     names = tuple(module.state_dict(keep_vars=True))

@@ -47,7 +47,7 @@ def member(cls: type, name: str) -> Any:
     return inspect.getattr_static(cls, name, None)
 
 
-def code_of(function: FunctionType, name: str = "") -> CodeType:
+def code_of(function: FunctionType, name: str) -> CodeType:
     return function.__code__
 
 

@@ -61,9 +61,9 @@ class Projections(Fusion):
         return self._decide(module, self.group_in(module), None)[1]
 
     def layouts(self, module: nn.Module) -> Iterator[Layout]:
-        joined = self._joined(module, self.group_in(module))
-        assert joined is not None
-        yield from self._layouts(module, joined)
+        group = self.group_in(module)
+        assert group is not None
+        yield from self._layouts(module, self._joined(module, group))
 
     def _layouts(self, module: nn.Module, joined: Joined) -> Iterator[Layout]:
         yield Rows(tuple(f"{name}.weight" for name in joined.projections), f"{joined.name}.weight")
@@ -140,10 +140,8 @@ class Projections(Fusion):
             name = f"fused_{name}"
         return name
 
-    def _joined(self, module: nn.Module, group: tuple[str, ...] | None) -> Joined | None:
-        """What takes the place of these projections of a module, None where it has none."""
-        if group is None:
-            return None
+    def _joined(self, module: nn.Module, group: tuple[str, ...]) -> Joined:
+        """What takes the place of these projections of a module."""
         biased = tuple(name for name in group if getattr(module._modules[name], "bias", None) is not None)
         return Joined(group, self._free_name(module._modules), () if len(biased) == len(group) else biased)
 
@@ -151,9 +149,9 @@ class Projections(Fusion):
         self, module: nn.Module, group: tuple[str, ...] | None, caller: Caller | None
     ) -> tuple[tuple[Joined, tuple[Form, ...]] | None, str]:
         """How to join these projections of a module, or why not."""
-        joined = self._joined(module, group)
-        if group is None or joined is None:
+        if group is None:
             return None, "it has no such projections"
+        joined = self._joined(module, group)
         if reason := _unlike(group, [module._modules[name] for name in group]):
             return None, reason
         if "forward" in vars(module):

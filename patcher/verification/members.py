@@ -6,7 +6,7 @@ import functools
 import operator
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations
@@ -78,9 +78,6 @@ def unique(patchers: Iterable[Patcher]) -> list[Patcher]:
     for each in patchers:
         found.setdefault(each.replace(name="", alternatives=()), each)
     return list(found.values())
-
-
-Fails = Callable[[Sequence[Patcher]], bool]
 
 
 class Guilty(NamedTuple):

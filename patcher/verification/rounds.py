@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import log
 from pathlib import Path
 from statistics import fmean, median
@@ -139,8 +139,8 @@ class Rounds:
             self.models.pop(key, None)
         gc.collect()
         for key in self._in_turn(keys):
-            side, patcher = self.side, key if isinstance(key, Patcher) else None
-            side = Side(side.cls, side.folder, side.options, patcher)
+            patcher = key if isinstance(key, Patcher) else None
+            side = replace(self.side, patcher=patcher)
             try:
                 self.models[key], outputs[key], figures = loaded(side, self.scratch, self.seed, self.works[0])
             except Exception as error:

@@ -181,7 +181,7 @@ class OwnConversions:
             constants, "the models here have names of their own, by which transformers finds their conversions"
         )
         base = IN_FILES.ConvertedCheckpoints if keys else IN_FILES.OriginalCheckpoints
-        self.dependencies.define(base, "from_patcher()")
+        self.dependencies.define(base)
         replaced = {patch.target for patch in self.described.patches}
         for name in self._first_models():
             if name in replaced:

@@ -52,7 +52,7 @@ class Dependencies:
         brought = {name: self._bring(name, namespace[name], namespace, source, call) for name in known}
         return {name: new for name, new in brought.items() if new != name}
 
-    def define(self, obj: Any, call: str) -> None:
+    def define(self, obj: Any, call: str = "from_patcher()") -> None:
         """Have the file know a class or a function by its name."""
         if not self._is_known(obj.__name__, obj):
             self._known[obj.__name__] = obj

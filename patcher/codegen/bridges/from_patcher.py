@@ -28,7 +28,7 @@ from patcher.fusions.methods import is_importable
 from patcher.layouts.layouts import Layout
 from patcher.layouts.transforms import conversions_of
 from patcher.patterns import find_key, hits, nearest
-from patcher.resolution.resolution import Resolution, resolve, skeleton
+from patcher.resolution.resolution import NO_CHANGE, Resolution, resolve, skeleton
 from patcher.source.reading import file_tree
 from patcher.spec.forward_of import FLAGS, ForwardOf
 from patcher.spec.like import find_like, likes_of
@@ -57,7 +57,9 @@ def describe_patcher(
     config = model_class.config_class() if config is None else config
     description = _Description(described, patcher, skeleton(model_class, config), ModuleText(modeling))
     replaced = description.replaced_classes()
-    resolution = resolve(patcher.replace(class_mapping=replaced, alternatives=()), model_class, config)
+    resolution = NO_CHANGE  # classes alone need no other skeleton
+    if patcher.fusions or patcher.function_mapping:
+        resolution = resolve(patcher.replace(class_mapping=replaced, alternatives=()), model_class, config)
     stock = {path: unrebound(cls) for path, cls in resolution.original_classes.items()}
     resolution = replace(resolution, original_classes=stock)
     own = description.classes_of_others(resolution)

@@ -135,7 +135,7 @@ class FusedLayers:
     text: ModuleText
     modules: Mapping[str, nn.Module]
     refused: Mapping[str, str]
-    bring: Callable[[Any, str], None]
+    bring: Callable[..., None]
     #: method -> its edits, each once
     _edits: dict[tuple[type, str], dict[Edit, None]] = field(default_factory=dict)
 
@@ -280,19 +280,19 @@ class FusedLayers:
         rewritten = [wrapped(code, self.text.text.text) for code in cls._rewritten.values()]
         compares_inputs = any("self.shared_input()" in code for code in rewritten)
         if compares_inputs or any("super()." in code for code in rewritten) or self._is_used(original, cls):
-            self.bring(standing_alone.JoinedPart, "from_patcher()")
+            self.bring(standing_alone.JoinedPart)
             for number, name in enumerate(joined.projections):
                 start = f"sum(self.{joined.sizes}[:{number}])" if number else "0"
                 arguments = f"self.{joined.name}, {start}, self.{joined.sizes}[{number}]"
                 arguments += f", self.{name}_bias" if name in joined.biased else ""
                 members.append(wrapped(f"@property\ndef {name}(self):\n    return JoinedPart({arguments})\n"))
         if compares_inputs:
-            self.bring(standing_alone.SharedInput, "from_patcher()")
+            self.bring(standing_alone.SharedInput)
             listed = ", ".join(f'"{name}"' for name in joined.projections)
             call = f'SharedInput(self, [{listed}], "{joined.name}")'
             members.append(wrapped(f"def shared_input(self):\n    return {call}\n"))
         if any("self.are_values(" in code for code in rewritten):
-            self.bring(standing_alone.are_values, "from_patcher()")
+            self.bring(standing_alone.are_values)
             members.append("def are_values(self, *given):\n    return are_values(given)\n")
         doc = str(cls.__doc__).split(". Rewritten")[0] + "."
         return self._decorators(original) + class_text(new, original.__name__, doc, [*members, *rewritten])
@@ -389,7 +389,7 @@ class FusedLayers:
         found = self.text.method(original, "__init__")
         if not self.text.own(original) or found is None or found[0] is not original:
             raise self._unread(original)
-        self.bring(standing_alone.ListedExperts, "from_patcher()")
+        self.bring(standing_alone.ListedExperts)
         node, init = self.text.classes[original.__name__], found[1]
         layouts = cls.stacks(module)
         members, attributes = dict(cls._rewritten), []

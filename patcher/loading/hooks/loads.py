@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from patcher.checkpoints.weight_files import VARIANT
 from patcher.compat.models import as_stock, unreported
 from patcher.compat.seams import Stock, seam
-from patcher.construction.construction import Construction
 from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, InForce, construction_around, unpatched
 from patcher.construction.lock import construction_lock
 from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherError
@@ -59,7 +58,7 @@ def from_pretrained(
     stock: Stock, cls: type[PreTrainedModel], *args: Any, patcher: Patcher | None = None, **kwargs: Any
 ) -> Any:
     path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-    construction: Construction | None = construction_around()
+    construction = construction_around()
     if construction is not None and (replacement := construction.meta_init) is not None:
         if replacement.to_meta:
             raise PatchConstructionError(

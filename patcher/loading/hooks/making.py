@@ -56,7 +56,7 @@ def init(stock: Stock, self: PreTrainedModel, config: Any, *args: Any, **kwargs:
             "loads or makes a model; the parts of one that is put together take encoder_patcher=, decoder_patcher= "
             "and so on."
         )
-    construction: Construction | None = construction_around()
+    construction = construction_around()
     if construction is None and entered():
         raise PatchConstructionError(
             f"{type(self).__name__}.__init__ was reached around the gate that a block puts on it, so no patcher can "
@@ -84,14 +84,14 @@ def post_init(stock: Stock, self: PreTrainedModel) -> None:
 @seam("transformers.modeling_utils:patch_output_recorders", "model")
 def modules_are_constructed(stock: Stock, model: PreTrainedModel) -> None:
     """Fuse a model that is loaded: it has been built, all through, and no quantizer has seen it."""
-    construction: Construction | None = construction_around()
+    construction = construction_around()
     if construction is not None and construction.root is model and not construction.by_hand:
         fuse_standing_modules(construction, model)
     stock(model)
 
 
 def _initialise(stock: Stock, self: PreTrainedModel) -> None:
-    construction: Construction | None = construction_around()
+    construction = construction_around()
     if construction is None:
         stock(self)
         return

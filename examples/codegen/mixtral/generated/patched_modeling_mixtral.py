@@ -145,8 +145,9 @@ class OriginalCheckpoints:
         """Refuse what is for layers of the original, the weights of an adapter for one: torch would leave them out."""
         known, absent = {name for name, _ in self.named_modules()}, {}  # layer -> its first key
         for key in state_dict:
-            layers = accumulate(key.removeprefix(prefix).split(".")[:-1], "{}.{}".format)
-            absent = {layer: key for layer in layers if layer not in known} | absent
+            for layer in accumulate(key.removeprefix(prefix).split(".")[:-1], "{}.{}".format):
+                if layer not in known:
+                    absent.setdefault(layer, key)
         conversions = get_model_conversion_mapping(self, add_legacy=False) if absent else []
         converters = [each for each in conversions if isinstance(each, WeightConverter)]
         for layer, key in absent.items():
