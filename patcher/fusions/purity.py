@@ -204,8 +204,10 @@ class Body:
     def is_value(self, node: ast.AST) -> bool:
         """Whether an expression is known to give a value."""
         match node:
-            case ast.Constant() | ast.JoinedStr() | ast.Slice() | ast.Compare() | ast.UnaryOp(op=ast.Not()):
+            case ast.Constant() | ast.JoinedStr() | ast.Slice() | ast.UnaryOp(op=ast.Not()):
                 return True
+            case ast.Compare():
+                return all(map(self.is_value, _operands(node)))
             case ast.Name(id=name) if name in self.assigned:
                 return name in self.values
             case ast.Name():
@@ -221,9 +223,12 @@ class Body:
             case ast.Attribute(value=inner, attr=attr):
                 if self.is_own(node):
                     return attr not in self._assigned_attributes() and _is_plain(self.own(attr))
-                if self.is_own(inner) and isinstance(child := self.own(inner.attr), nn.Module):  # type: ignore[attr-defined]
+                child = self.own(inner.attr) if self.is_own(inner) else None  # type: ignore[attr-defined]
+                if isinstance(child, nn.Module):
                     held = {**vars(child), **child._parameters, **child._buffers}
                     return attr in held and _is_plain(held[attr])
+                if isinstance(child, transformers.PretrainedConfig):
+                    return True  # it holds what JSON can say
                 return self.is_value(inner) or _is_plain(self.outside(node))
             case ast.Call():
                 return self.call(node)[0]
@@ -253,6 +258,12 @@ class Body:
         if isinstance(made, ast.Constant) or not hasattr(made, "lineno"):  # a number; or `y += z`, the same as before
             return True
         return self.since is not None and positions(made)[1] >= self.since
+
+    def unknown_operand(self, node: ast.AST) -> ast.expr | None:
+        """What an operator is of that isn't known to be a value, and may be given a tensor by it."""
+        operands = _operands(node)
+        unknown = next((each for each in operands if not self.is_value(each)), None)
+        return None if all(each is unknown or isinstance(each, ast.Constant) for each in operands) else unknown
 
     def is_own(self, node: ast.AST) -> bool:
         """Whether it is an attribute of the module."""
@@ -376,7 +387,7 @@ class Body:
                 return False, f"{name}() may run anything"
             if runs or any(isinstance(each, ast.GeneratorExp | ast.Lambda) for each in ast.walk(node)):
                 return False, "it runs a function"
-            return name != "getattr" and all(map(self.is_value, arguments)), ""
+            return name not in ("getattr", "super") and all(map(self.is_value, arguments)), ""
         if isinstance(found, type):
             is_plain = issubclass(found, Exception) or found in (torch.Size, torch.device, torch.finfo)
             return is_plain, "" if is_plain else f"{name} is a class"
@@ -519,6 +530,8 @@ def problem_of(body: Body, node: ast.AST) -> str:
         return ""
     if (what := _HIDDEN.get(type(node))) is not None and not is_plain_function(node):
         return f"{what} that isn't followed"
+    if not body.is_lenient and (unknown := body.unknown_operand(node)) is not None:
+        return problem_of(body, unknown) or f"{shown(node)!r} (what {shown(unknown)!r} is isn't known)"
     match node:
         case ast.Call():
             reason = body.call(node)[1]
@@ -538,6 +551,16 @@ def problem_of(body: Body, node: ast.AST) -> str:
             if not (body.is_lenient or is_counted or body.is_value(inner)):
                 return f"a loop over {shown(inner)!r}, which isn't known"
     return ""
+
+
+def _operands(node: ast.AST) -> list[ast.expr]:
+    """What an operator is of, if its objects decide what it does."""
+    match node:
+        case ast.BinOp(left=one, right=other) | ast.Subscript(value=one, slice=other, ctx=ast.Load()):
+            return [one, other]
+        case ast.Compare(left=one, ops=ops, comparators=others):
+            return [] if all(isinstance(each, ast.Is | ast.IsNot) for each in ops) else [one, *others]
+    return []
 
 
 def is_plain_function(node: ast.AST) -> bool:

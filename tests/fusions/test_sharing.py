@@ -167,6 +167,39 @@ def test_what_a_layer_that_writes_in_place_has_given_is_not_new(tmp_path: Path) 
     assert "'z += 1' (it may write in place)" in QKV().refusal(module_of(source_of(body), tmp_path / "odd.py"))
 
 
+#: an object of a user, whose operators write
+OPERATORS = """
+class Writing:
+    def __add__(self, other):
+        return other.add_(1)
+
+    __matmul__ = __rmul__ = __getitem__ = __eq__ = __contains__ = __add__
+
+
+WRITING = Writing()
+"""
+
+
+@pytest.mark.parametrize(
+    "operation",
+    ["self.odd + x", "WRITING @ x", "self.odd[x]", "self.odd == x", "x in self.odd", "self.through(x, self.odd)",
+     "y = self.odd == 1\nz = y + x"],
+)  # fmt: skip
+def test_operators_of_an_object_that_is_not_known_may_write(operation: str, tmp_path: Path) -> None:
+    more = "self.odd = WRITING"
+    through = "\n    def through(self, t, odd):\n        return odd + t\n"
+    module = module_of(between(operation, more, OPERATORS) + through, tmp_path / "odd.py")
+
+    assert re.search(r"\(what '(self\.odd|WRITING|odd|y)' is isn't known", QKV().refusal(module))
+
+
+def test_what_super_gives_is_not_a_value(tmp_path: Path) -> None:
+    through = "\n    def through(self, t):\n        base = super()\n        base.write_method(t)\n"
+    module = module_of(between("self.through(x)") + through, tmp_path / "odd.py")
+
+    assert "what 'base' is isn't known" in QKV().refusal(module)
+
+
 #: what the projections are given, of `y` that was made before them; and what is between them then
 OF_ANOTHER_NAME = [
     "z = y",
