@@ -60,6 +60,11 @@ _LAYERS: frozenset[type[nn.Module]] = frozenset(
     ).split()
 )
 _VIEWS = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Flatten, nn.Unflatten)
+#: Functions of torch that always give a new tensor.
+_PRODUCTS = (
+    *(getattr(torch, name) for name in "matmul bmm baddbmm softmax cat stack where".split()),
+    *(nn.functional.softmax, nn.functional.scaled_dot_product_attention),
+)
 #: Values that have no methods which change anything.
 _CONSTANTS = (type(None), int, float, str, torch.dtype, torch.device)
 _LOGGERS = (logging.Logger, logging.LoggerAdapter)
@@ -252,6 +257,14 @@ class Body:
             case ast.Constant():
                 return True
         return False
+
+    def gives_new(self, call: ast.Call) -> bool:
+        """Whether a call is known to give new tensors: of layers of torch, of products, of functions for attention."""
+        match call.func:
+            case ast.Name(id=name) if name in self.assigned:
+                return all(map(self._is_attention, self.assigned[name] or [None]))
+        found = self.outside(call.func)
+        return any(found is each for each in _PRODUCTS) or self._is_attention(call) or self.is_new(call)
 
     def _is_late(self, made: ast.expr | None) -> bool:
         """Whether what is assigned can't be in what the first call was given."""

@@ -36,6 +36,8 @@ from patcher.source.call_sites import none_by_default
 _LATER = ast.Lambda | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.GeneratorExp
 _COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp
 _LOOPS = ast.For | ast.While
+#: What a tensor has that is no tensor.
+_NO_PART = ("shape", "dtype", "device")
 
 
 @dataclass(frozen=True)
@@ -523,7 +525,8 @@ class _Calls:
         behind = [node for node in reached if positions(node)[1] > start]
         if any(problem_of(body, node) and not self._is_apart(node, body) for node in behind):
             return True
-        return any(isinstance(node, ast.Return) and self._gives_part(node.value, body) for node in behind)
+        given = [node.value for node in behind if isinstance(node, ast.Return)]
+        return any(self._may_be_part(each, body, set()) for each in given)
 
     def _is_apart(self, node: ast.AST, body: Body) -> bool:
         """Whether a call of another method isn't given any part, or an attribute is set of what is none."""
@@ -543,7 +546,7 @@ class _Calls:
             seen: the variables that were looked at, each of them once.
         """
         match node:
-            case ast.Attribute(attr="shape" | "dtype" | "device"):
+            case ast.Attribute(attr=attr) if attr in _NO_PART:
                 return False
             case ast.Name(id=name) if name not in seen:
                 seen.add(name)
@@ -551,24 +554,32 @@ class _Calls:
                 return any(self._touches_part(each, body, seen) for each in values)
         return node in self.calls or any(self._touches_part(each, body, seen) for each in ast.iter_child_nodes(node))
 
-    def _gives_part(self, node: ast.AST | None, body: Body) -> bool:
-        match node:
-            case ast.Tuple(elts=inner) | ast.List(elts=inner) | ast.Dict(values=inner):
-                return any(self._gives_part(each, body) for each in inner)
-            case ast.Name(id=name):
-                return any(map(self._is_part, body.assigned.get(name, ())))
-        return self._is_part(node)
+    def _may_be_part(self, node: ast.AST | None, body: Body, seen: set[str]) -> bool:
+        """Whether an expression may be a part, a view of one, or hold one.
 
-    def _is_part(self, node: ast.AST | None) -> bool:
-        """Whether an expression is a part, or may be a view of one."""
+        Args:
+            seen: the variables that were looked at, each of them once.
+        """
+        inner: list[Any] = []
         match node:
-            case ast.Call(func=ast.Attribute(value=inner)) if node not in self.calls:
-                return self._is_part(inner)
-            case ast.Subscript(value=inner) | ast.Attribute(value=inner):
-                return self._is_part(inner)
-            case ast.Tuple(elts=inner) | ast.List(elts=inner) | ast.Dict(values=inner):
-                return any(map(self._is_part, inner))
-        return node in self.calls
+            case ast.Call() if node in self.calls:
+                return True
+            case ast.Name(id=name) if name not in seen:
+                seen.add(name)
+                inner = body.assigned.get(name, [])
+            case ast.Tuple(elts=inner) | ast.List(elts=inner) | ast.Dict(values=inner) | ast.BoolOp(values=inner):
+                pass
+            case ast.IfExp(body=one, orelse=other):
+                inner = [one, other]
+            case ast.ListComp(elt=one) | ast.Starred(value=one) | ast.Subscript(value=one) | ast.NamedExpr(value=one):
+                inner = [one]
+            case ast.Attribute(value=one, attr=attr) if attr not in _NO_PART:
+                inner = [one]
+            case ast.Call(func=func) if not body.gives_new(node):
+                given = [*node.args, *(each.value for each in node.keywords)]
+                is_method = isinstance(func, ast.Attribute) and body.outside(func) is ... and not body.is_own(func)
+                inner = [func.value] if is_method else given  # type: ignore[attr-defined]
+        return any(self._may_be_part(each, body, seen) for each in inner)
 
 
 def _outer_first(node: ast.AST) -> tuple[Any, ...]:

@@ -67,6 +67,28 @@ def test_parts_that_are_given_back_are_copies(tmp_path: Path) -> None:
     assert compared(source, tmp_path / "again.py").status == "same"
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        "r = k\ns = r",
+        "r = k.view(2, 3, 8)\ns = r.transpose(0, 1)",
+        "r = [q, k]\nsame = r\ns = same[1]",
+        "for s in (q, k):\n    pass",
+        "s = k if extra is None else q",
+        "s = torch.as_strided(k, (2, 3, 8), k.stride())",
+        "s = gives_back(k)",
+        "s = self.identity(k)",
+        "def same(t):\n    return t.view(2, 3, 8)\n\n\ns = same(k)",
+        "s = [t.view(2, 3, 8) for t in (q, k)][1]",
+    ],
+)
+def test_what_may_be_a_view_of_a_part_leaves_the_forward_as_a_copy(given: str, tmp_path: Path) -> None:
+    source = source_of(f"{CALLS}\n{given}\nreturn s, v * 2")
+
+    assert ".clone()" in text_of(source, tmp_path / "odd.py")
+    assert compared(source, tmp_path / "again.py").status == "same"
+
+
 def test_each_call_gives_memory_of_its_own(tmp_path: Path) -> None:
     source = source_of(f"{CALLS}\nother = self.k_proj(x)\nother.mul_(2)\nreturn q * k * v + other")
 

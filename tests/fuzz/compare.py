@@ -45,7 +45,7 @@ def compared(source: str, path: Path) -> Result:
     if not family.is_fusable(stock):
         return Result("refused", family.refusal(stock))
     valid = False
-    for mode in ("eval", "no_grad", "grad", "extra"):
+    for mode in ("eval", "no_grad", "grad", "written", "extra"):
         ran = _run(stock, mode)
         if isinstance(ran, Exception):
             continue
@@ -75,7 +75,8 @@ def _restored_modes() -> Iterator[None]:
 
 def _run(module: nn.Module, mode: str) -> dict[str, torch.Tensor] | Exception:
     """What can be seen of a call: the results, the input afterwards, gradients, weights, results after a write."""
-    module = copy.deepcopy(module).train(mode == "grad")
+    trains = mode in ("grad", "written")
+    module = copy.deepcopy(module).train(trains)
     generator = torch.Generator().manual_seed(1)
     dtype = next(module.parameters()).dtype
     leaf = torch.randn(2, 3, 8, generator=generator, dtype=dtype)
@@ -83,19 +84,19 @@ def _run(module: nn.Module, mode: str) -> dict[str, torch.Tensor] | Exception:
     seen: dict[str, torch.Tensor] = {}
     try:
         with _restored_modes():
-            if mode != "grad":
+            if not trains:
                 torch.set_grad_enabled(False)
-            leaf.requires_grad_(mode == "grad")
+            leaf.requires_grad_(trains)
             x = leaf * 1
             outputs = module(x, **given)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             seen |= {f"output {number}": one.detach().clone() for number, one in enumerate(outputs)}
             seen["input"] = x.detach().clone()
-            if mode == "eval":
+            if mode in ("eval", "written"):
                 for one in outputs:
                     one.mul_(0.5)
-                seen |= {f"output {number} after writes": one.clone() for number, one in enumerate(outputs)}
-        if mode == "grad":
+                seen |= {f"output {number} after writes": one.detach().clone() for number, one in enumerate(outputs)}
+        if trains:
             seen |= _gradients(module, leaf, outputs)
     except Exception as error:
         return error
