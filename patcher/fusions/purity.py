@@ -44,6 +44,7 @@ _CHANGING = frozenset(
 )
 #: What `torch` has of its own for tensors, besides what isn't written in Python.
 _OF_TENSORS = frozenset([*torch.functional.__all__, "is_tensor"])
+_OF_A_TENSOR = frozenset(dir(torch.Tensor))
 #: Functions that run no code of what they are given, or only read it.
 _BUILTINS = frozenset(
     "len isinstance issubclass int float bool str abs round id hasattr range min max sum tuple list dict set zip "
@@ -161,6 +162,10 @@ class Body:
                 self._bind(target, _element(value))
             case ast.AugAssign(target=ast.Name(id=name), value=value):
                 self.assigned[name].append(ast.BinOp(ast.Name(name, ast.Load()), node.op, value))
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=attr)) if (
+                name in self.assigned and name not in parameters_of(self.method.node) and attr not in _OF_A_TENSOR
+            ):  # a container may keep what it is given
+                self.assigned[name] += [_element(each) for each in arguments_of(node)]
             case ast.withitem(optional_vars=ast.expr() as target):
                 self._bind(target, None)
             case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
@@ -329,7 +334,7 @@ class Body:
 
     def call(self, node: ast.Call) -> Called:
         """What a call gives, and why it may write into a tensor."""
-        arguments = [*node.args, *(each.value for each in node.keywords)]
+        arguments = arguments_of(node)
         if any(each.arg == "out" for each in node.keywords):
             return False, "it writes into 'out'"
         match node.func:
@@ -362,7 +367,7 @@ class Body:
             return False, "only what is contiguous has such a view"
         if self.is_value(owner) and not (self.is_own(owner) and self.own(owner.attr) is None):  # type: ignore[attr-defined]
             # A container that holds it may be all that is known of what it holds.
-            keeps = not hasattr(torch.Tensor, name) and not all(map(self.is_value, arguments))
+            keeps = name not in _OF_A_TENSOR and not all(map(self.is_value, arguments))
             return not keeps, "it may keep what it is given" if keeps else ""
         if self.is_lenient:
             return True, ""
@@ -391,7 +396,7 @@ class Body:
         if isinstance(found, functools.partial) and not found.args and not {"inplace", "out"} & found.keywords.keys():
             found = found.func
         name = getattr(found, "__name__", "")
-        arguments = [*node.args, *(each.value for each in node.keywords)]
+        arguments = arguments_of(node)
         if isinstance(found, nn.Module):
             return self._call_of_module(found, node)
         if getattr(builtins, name, None) is found and not (isinstance(found, type) and issubclass(found, Exception)):
@@ -553,7 +558,7 @@ def problem_of(body: Body, node: ast.AST) -> str:
             return f"{shown(node)!r} (it may write in place)"
         case ast.Subscript(value=ast.Attribute(value=owner, attr=attr), ctx=ast.Store()) if (
             body.is_lenient or body.is_value(owner)
-        ) and not hasattr(torch.Tensor, attr):
+        ) and attr not in _OF_A_TENSOR:
             return ""  # what no tensor has is of a cache
         case ast.Subscript(ctx=ast.Store()) | ast.Attribute(ctx=ast.Store()):
             return f"{shown(node)!r} is assigned"
@@ -616,6 +621,11 @@ def _locals_of(method: Method) -> Iterator[str]:
             yield node.id
         elif isinstance(node, ast.arg):
             yield node.arg
+
+
+def arguments_of(call: ast.Call) -> list[ast.expr]:
+    """What a call is given."""
+    return [*call.args, *(each.value for each in call.keywords)]
 
 
 def parameters_of(node: ast.FunctionDef) -> list[str]:

@@ -16,6 +16,7 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from patcher.fusions.callers import Caller, taken_as_modules
@@ -30,7 +31,16 @@ from patcher.fusions.methods import (
     self_of,
     trees_of,
 )
-from patcher.fusions.purity import Body, check, is_plain_function, parameters_of, positions, problem_of, shown
+from patcher.fusions.purity import (
+    Body,
+    arguments_of,
+    check,
+    is_plain_function,
+    parameters_of,
+    positions,
+    problem_of,
+    shown,
+)
 from patcher.source.call_sites import none_by_default
 
 _LATER = ast.Lambda | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.GeneratorExp
@@ -532,27 +542,10 @@ class _Calls:
         """Whether a call of another method isn't given any part, or an attribute is set of what is none."""
         match node:
             case ast.Call(func=func) if body.is_own(func):
-                given = [*node.args, *(each.value for each in node.keywords)]
-                seen = set[str]()
-                return not any(self._touches_part(each, body, seen) for each in given)
+                return not any(self._may_be_part(each, body, set()) for each in arguments_of(node))
             case ast.Attribute(value=owner):
-                return not body.is_own(node) and not self._touches_part(owner, body, set())
+                return not body.is_own(node) and not self._may_be_part(owner, body, set())
         return False
-
-    def _touches_part(self, node: ast.AST, body: Body, seen: set[str]) -> bool:
-        """Whether an expression is made of a part, but for its shape and the like.
-
-        Args:
-            seen: the variables that were looked at, each of them once.
-        """
-        match node:
-            case ast.Attribute(attr=attr) if attr in _NO_PART:
-                return False
-            case ast.Name(id=name) if name not in seen:
-                seen.add(name)
-                values = [each for each in body.assigned.get(name, ()) if each is not None]
-                return any(self._touches_part(each, body, seen) for each in values)
-        return node in self.calls or any(self._touches_part(each, body, seen) for each in ast.iter_child_nodes(node))
 
     def _may_be_part(self, node: ast.AST | None, body: Body, seen: set[str]) -> bool:
         """Whether an expression may be a part, a view of one, or hold one.
@@ -575,11 +568,21 @@ class _Calls:
                 inner = [one]
             case ast.Attribute(value=one, attr=attr) if attr not in _NO_PART:
                 inner = [one]
+            case ast.BinOp(left=one, right=other) if _is_listed(one, body) or _is_listed(other, body):
+                inner = [one, other]
+            case ast.Call(func=ast.Attribute(value=one, attr=attr) as func) if (
+                hasattr(torch.Tensor, attr) and body.outside(func) is ... and not body.is_own(func)
+            ):
+                inner = [one]
             case ast.Call(func=func) if not body.gives_new(node):
-                given = [*node.args, *(each.value for each in node.keywords)]
-                is_method = isinstance(func, ast.Attribute) and body.outside(func) is ... and not body.is_own(func)
-                inner = [func.value] if is_method else given  # type: ignore[attr-defined]
+                inner = [*arguments_of(node), *([func.value] if isinstance(func, ast.Attribute) else [])]
         return any(self._may_be_part(each, body, seen) for each in inner)
+
+
+def _is_listed(node: ast.AST, body: Body) -> bool:
+    """Whether an operand is a list or a tuple: a sum or a product of these holds what they hold."""
+    made = body.assigned.get(node.id, []) if isinstance(node, ast.Name) else [node]
+    return any(isinstance(each, ast.List | ast.Tuple | ast.ListComp) for each in made)
 
 
 def _outer_first(node: ast.AST) -> tuple[Any, ...]:
