@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -16,7 +16,7 @@ from patcher.checkpoints.model_classes import config_of, model_class_of
 from patcher.compat.conversions import dot_natural_key
 from patcher.compat.modeling_code import unrebound
 from patcher.construction.in_force import InForce
-from patcher.display.parts import Code
+from patcher.display.parts import Code, visible
 from patcher.display.shown import Shown, numbered
 from patcher.errors import InvalidPatcherError
 from patcher.functions.models import full_name
@@ -28,9 +28,6 @@ from patcher.resolution.resolution import Resolution, resolve_in_force
 from patcher.source.indentation import dedented
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 class ClassDiff(NamedTuple):
@@ -69,7 +66,7 @@ class FunctionDiff(NamedTuple):
 class Diff(Shown):
     """The code of a model as patched against as shipped, as a value.
 
-    `str` is a unified diff; `show()` prints it in colours where that is a terminal, and Jupyter shows it side by side.
+    `str` is a unified diff; `show()` prints it in colours where that is a terminal, and so does Jupyter.
 
     Attributes:
         model: the class of the model.
@@ -86,17 +83,7 @@ class Diff(Shown):
         return any(entry.text for entry in self.classes) or any(entry.text for entry in self.functions)
 
     def __str__(self) -> str:
-        from patcher.display.terminal import unified
-
-        return unified(self._parts()).plain or f"# {self._headline()}"
-
-    def __rich__(self) -> RenderableType:
-        from rich.console import Group
-        from rich.text import Text
-
-        from patcher.display.terminal import unified
-
-        return Group(unified(self._parts()) or Text(f"# {self._headline()}"))
+        return visible("\n\n".join(part.text for part in self._parts())) or f"# {self._headline()}"
 
     def _headline(self) -> str:
         kinds = ((len(self.classes), "class"), (len(self.functions), "function"))
@@ -104,10 +91,10 @@ class Diff(Shown):
         return f"{self.model}: {' and '.join(parts) or 'no class is'} replaced"
 
     def _parts(self) -> Iterator[Code]:
-        for entry in self.classes:
-            yield Code(", ".join(path or "(the model)" for path in entry.modules), *entry[1:])
-        for each in self.functions:
-            yield Code(f"called by {', '.join(each.callers)}", *each[1:])
+        named = [(", ".join(path or "(the model)" for path in each.modules), *each[1:]) for each in self.classes]
+        named += [(f"called by {', '.join(each.callers)}", *each[1:]) for each in self.functions]
+        for where, was, becomes, text in named:
+            yield Code(f"# {where}\n{text or f'# {was} -> {becomes}: the same code'}")
 
 
 def diff(

@@ -73,7 +73,7 @@ class Patched(Shown):
         shown: set[str] = set()
         called: set[tuple[str, str]] = set()
         if self.tree is not None:
-            yield self.tree
+            yield self.tree.branch()
             for node in self.tree.walk():
                 shown.update(weights.conversion for weights in node.weights if weights.what == "converted")
                 called.update(node.functions)

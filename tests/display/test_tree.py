@@ -10,7 +10,7 @@ import pytest
 from transformers import BartConfig, LlamaForCausalLM
 
 from patcher import Patcher, plan, report
-from patcher.display.tree import IN_A_ROW, ModuleNode, Weights, in_rows, module_tree
+from patcher.display.tree import IN_A_ROW, ModuleNode, Weights, module_tree
 from tests.support import shared
 from tests.support.replacements import JOINED, OWN, Both, OwnMLP
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
@@ -92,7 +92,8 @@ def test_weights_hang_at_their_modules_by_their_names_there(llama: Path) -> None
         assert json.loads(json.dumps(value.to_dict()))["tree"]["children"][0]["name"] == "model"
     (joined,) = paths(value.tree)["model.layers.{0..5}.mlp"].weights
     assert joined.keys == ("gate_proj.weight", "up_proj.weight")
-    assert (joined.parameters, joined.operations) == (("gate_up_proj.weight",), "Concatenate(dim=0)")
+    assert joined.parameters == ("gate_up_proj.weight",)
+    assert "gate_up_proj.weight  Concatenate(dim=0)" in str(value)
 
 
 def test_tensors_of_no_module_hang_at_the_model(llama: Path) -> None:
@@ -135,5 +136,9 @@ def test_a_model_of_hundreds_of_layers_is_short_and_quick(tmp_path: Path) -> Non
 def test_many_modules_in_a_row_of_which_nothing_is_said_are_one_line() -> None:
     quiet = [ModuleNode(f"part{number}", "Linear") for number in range(IN_A_ROW + 1)]
     changed = ModuleNode("mlp", "MLP", "Mine")
+    branch = ModuleNode("", "Model", children=(*quiet, changed, *quiet[1:])).branch()
 
-    assert [len(row) for row in in_rows([*quiet, changed, *quiet[1:]])] == [IN_A_ROW + 1, 1, *[1] * IN_A_ROW]
+    (row, *others) = branch.below
+    assert row.label == ((", ".join(each.name for each in quiet), "dim"),)
+    assert ([len(row.below), row.is_open], len(others)) == ([IN_A_ROW + 1, False], 1 + IN_A_ROW)
+    assert branch.is_open

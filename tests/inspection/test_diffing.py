@@ -432,41 +432,31 @@ def test_a_terminal_has_colours_and_a_file_has_the_plain_text(shown: Diff, monke
     assert "\x1b[1m--- transformers" in coloured
 
 
-class _Cells(HTMLParser):
-    """The code of each cell: on the left what was, on the right what is."""
+class _Lines(HTMLParser):
+    """The lines of code of a page, each with its class."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.cells: list[str] = []
-        self.changed: list[str] = []
-        self._open = [""]
+        self.lines: list[tuple[str, str]] = []
+        self._kind = ""
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._open.append(tag)
-        if tag == "td" and "colspan" not in dict(attrs):
-            self.cells.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        self._open.pop()
+        self._kind = (dict(attrs).get("class") or "") if "text-indent" in (dict(attrs).get("style") or "") else ""
 
     def handle_data(self, data: str) -> None:
-        if "pre" in self._open:
-            self.cells[-1] += data
-        if self._open[-1] in ("del", "ins"):
-            self.changed.append(f"{self._open[-1]} {data}")
+        if self._kind:
+            self.lines.append((self._kind, data.removesuffix("\n")))
 
 
-def test_jupyter_has_both_side_by_side(shown: Diff) -> None:
-    page = _Cells(shown._repr_html_())
-    lines = [
-        line for line in str(shown).splitlines() if line[:3] not in ("---", "+++") and line[:1] in ("+", "-", " ")
-    ]
+def test_jupyter_has_the_same_lines_in_colours(shown: Diff) -> None:
+    lines = _Lines(shown._repr_html_()).lines
 
-    for side, sign in ((0, "-"), (1, "+")):
-        code = [text for text in page.cells[side::2] if text.strip()]
-        assert code == [line[1:] for line in lines if line[:1] in (sign, " ") and line[1:].strip()]
-    assert any(text.startswith("ins ") and "return x if 1 < 2" in text for text in page.changed)
+    assert [line for _, line in lines] == str(shown).splitlines()
+    assert {kind for kind, line in lines if "return x if 1 < 2" in line} == {"ins"}
+    assert {kind: line[:1] for kind, line in lines} == {
+        "dim": "#", "head": "+", "gap": "@", "same": " ", "ins": "+", "del": "-"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("fusion", ["qkv", "gate_up"])
@@ -475,7 +465,7 @@ def test_a_fused_class_is_shown_without_what_all_fused_classes_have(fusion: str)
 
     assert ".split(self." in text
     assert "Rewritten by" not in text
-    assert "text-indent:-12ch" in diff(tiny_llama_config(), Patcher(fusions=[fusion]))._repr_html_()  # of a method
+    assert "text-indent:-13ch" in diff(tiny_llama_config(), Patcher(fusions=[fusion]))._repr_html_()  # of a method
     assert not re.findall(r"^\+.*(?:_made_by|__setattr__|_joined|fuse_in_place|def are_values)", text, re.MULTILINE)
 
 
