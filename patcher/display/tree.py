@@ -42,6 +42,20 @@ class Weights(NamedTuple):
         return Cell(f"{self.what}:", tone), " ", Cell(parameters or keys, "code"), how
 
 
+def alike_as_one(weights: Iterable[Weights]) -> tuple[Weights, ...]:
+    """Those that differ in numbers alone as one, whose names are folded."""
+    groups: dict[tuple[str, ...], tuple[list[str], list[str]]] = {}
+    for each in weights:
+        alike = (", ".join(dict.fromkeys(map(without_numbers, names))) for names in (each.keys, each.parameters))
+        keys, parameters = groups.setdefault((each.what, each.conversion, *alike), ([], []))
+        keys += each.keys
+        parameters += each.parameters
+    return tuple(
+        Weights(what, tuple(compress(keys)), tuple(compress(parameters)), text)
+        for (what, text, *_), (keys, parameters) in groups.items()
+    )
+
+
 class ModuleNode(NamedTuple):
     """A module, or several that are alike in all that is below.
 
@@ -136,25 +150,18 @@ def module_tree(
                 break
             below[path][name] = None
             classes.setdefault(path, "")
-    noted: dict[str, dict[tuple[str, ...], tuple[list[str], list[str]]]] = {}
+    noted: dict[str, list[Weights]] = {}
     for each in weights:
         at = _owner((each.parameters or each.keys)[0], classes, becomes)
-        if each.what == "kept" and at not in becomes:
-            continue
-        both = [[_below(name, at) for name in names] for names in (each.keys, each.parameters)]
-        alike = (", ".join(dict.fromkeys(map(without_numbers, names))) for names in both)
-        what = "converted" if each.what == "kept" else each.what
-        found = noted.setdefault(at, {}).setdefault((what, each.conversion, *alike), ([], []))
-        for listed, names in zip(found, both, strict=True):
-            listed.extend(names)
+        if each.what != "kept" or at in becomes:
+            what = "converted" if each.what == "kept" else each.what
+            keys, parameters = (tuple(_below(name, at) for name in names) for names in (each.keys, each.parameters))
+            noted.setdefault(at, []).append(Weights(what, keys, parameters, each.conversion))
 
     def folded(name: str, path: str) -> ModuleNode:
         was = classes.get(path, "")
-        found = tuple(
-            Weights(what, tuple(compress(keys)), tuple(compress(parameters)), text)
-            for (what, text, *_), (keys, parameters) in noted.get(path, {}).items()
-        )
         called = tuple((old, new) for old, new, callers in calls if was in callers)
+        found = alike_as_one(noted.get(path, ()))
         node = ModuleNode(name, was, becomes.get(path, ""), reasons.get(path, ""), called, found)
         alike: dict[tuple[str, ModuleNode], list[str]] = {}
         for child in below.get(path, ()):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
@@ -17,22 +17,22 @@ from patcher.compat.models import named_modules, state_tensors
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.in_force import in_force_for
 from patcher.display.parts import Cell, Notes, Part, Table
-from patcher.display.tree import Weights
+from patcher.display.tree import Weights, alike_as_one
 from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError
 from patcher.fusions.config import with_fusion_names
-from patcher.inspection.parts import Patched, converted_by_layouts, of_modules
+from patcher.inspection.parts import Patched, added_by, of_record, routes_of_fusions
 from patcher.inspection.signatures import misfits
-from patcher.inspection.unseen import Unseen, table_of, unseen
+from patcher.inspection.unseen import Unseen, unseen
 from patcher.integrations import install
-from patcher.layouts.conversion import Converted
 from patcher.layouts.transforms import describe
 from patcher.loading.findings import Diagnostics, ordered
 from patcher.loading.hooks.loads import dry_run
 from patcher.loading.layout_on_disk import fusions_of_layout
-from patcher.loading.load import Constructed, DryRun, Loaded, Request, Selected
+from patcher.loading.load import Constructed, DryRun, Loaded, Selected
+from patcher.loading.read import ExpectedInfo
 from patcher.loading.record import PatchedModule, PatchRecord
-from patcher.loading.routes import Route, Routing
-from patcher.patterns import compress, without_numbers
+from patcher.loading.routes import Routing
+from patcher.patterns import compress
 from patcher.resolution.resolution import skeleton
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
@@ -96,7 +96,8 @@ class Plan(Patched):
         used = [("added", text, ", ".join(keys) or "-") for text, keys in self.conversions_added]
         used += [("kept", text, ", ".join(keys)) for text, keys in self.conversions_kept]
         yield from self._patched_parts("takes", used)
-        yield table_of(self.unseen)
+        rows = [(what, ", ".join(names), "patcher.verify(model, patcher)") for what, names in self.unseen]
+        yield Table("Not seen by a load", ("what", "parameters", "seen by"), rows)
         yield Table(
             "Checkpoint",
             ("checkpoint keys", "parameters"),
@@ -180,29 +181,64 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
         for_the_load["fusion_config"] = with_fusion_names(given, layout)
     install()
     load, error = dry_run(cls, patcher, tensors, run, config=config, **for_the_load)
-    constructed = load if isinstance(load, Constructed) else None
-    in_force = load.in_force if load is not None else in_force_for(patcher)[0]
-    built = constructed.model if constructed is not None else skeleton(cls, config)
-    if constructed is not None:
-        record, replaced = constructed.record, constructed.record.replaced
+    if isinstance(load, Constructed):
+        built, record, diagnostics = load.model, load.record, load.diagnostics
+        name = type(built).__name__
     else:  # it was never built: what would have been replaced follows from the stock model
-        record, replaced = PatchRecord(type(built), ()), _named(built, ClassRules(in_force))
-    found = misfits(built, replaced, built=constructed is not None)
-    read = _conversions_and_weights(load, unknown)
-    name = (type(built) if constructed is not None else cls).__name__
-    seen: Unseen = ()
-    if isinstance(load, Loaded):
-        paths = [each.path for each in load.record.replaced]
-        seen = unseen(load.routing.routes, replaced=paths, tensors=tensors, parameters=state_tensors(built))
+        in_force, built, diagnostics = in_force_for(patcher)[0], skeleton(cls, config), Diagnostics()
+        record, name = PatchRecord(type(built), in_force, _named(built, ClassRules(in_force))), cls.__name__
+    if isinstance(load, Selected):
+        record = replace(record, dropped=load.conversions.dropped)
+    routing = load.routing if isinstance(load, Loaded) else Routing()
+    info = load.info if isinstance(load, Loaded) else ExpectedInfo(routing)
+    missing, left_over = ordered(info.missing_keys), ordered(info.unexpected_keys)
+    mismatched = sorted(info.mismatched_keys)
+    amiss = [Weights("missing", (), (name,)) for name in missing if name not in record.new_weights]
+    amiss += [Weights("left over", (key,)) for key in left_over if key not in record.dropped_weights]
+    amiss += [Weights("wrong shape", (), (name,), f"{tuple(is_)}, not {tuple(own)}") for name, is_, own in mismatched]
+    found = misfits(built, record.replaced, built=isinstance(load, Constructed))
+    problems = [str(each) for each in (*diagnostics.errors, error) if each is not None]
+    if not problems:
+        problems = _raised_by_stock(info, any_size=bool(options.get("ignore_mismatched_sizes")))
+    problems += [
+        f"{name}.{method} doesn't fit a call of it, {where}: {problem}. Give it the parameters of what it replaces."
+        for name, method, where, problem in found
+    ]
+    keys_of: dict[str, list[str]] = {}
+    for route in routing.routes:
+        for text in {*(describe(each.transform) for each in route.by), route.text}:
+            keys_of.setdefault(text, []).extend(route.keys)
+    added = added_by(record)
+    weights = alike_as_one(Weights("", route.keys, route.parameters, route.text) for route in routing.routes)
     return Plan(
-        **of_modules(built, record, replaced, _weights_of_modules(load, read), name),
-        **read,
+        **of_record(name, built, record, routing.routes or routes_of_fusions(record), amiss),
         checkpoint=headers.where if headers is not None else "",
-        patchers=tuple((repr(entry.patcher), entry.origin) for entry in in_force),
-        unseen=seen,
+        conversions_added=tuple((text, tuple(compress(keys_of.get(text, ())))) for text in added),
+        conversions_kept=tuple(
+            (text, tuple(compress(keys_of.get(text, ())))) for text in map(describe, routing.used) if text not in added
+        ),
+        weights=tuple((each.keys, each.parameters, each.conversion) for each in weights),
+        missing=missing,
+        left_over=left_over,
+        wrong_shape=tuple((name, str(tuple(is_)), str(tuple(own))) for name, is_, own in mismatched),
+        unseen=unseen(routing.routes, record, tensors=tensors, parameters=state_tensors(built)),
+        unknown_shapes=sum(key in unknown for route in routing.routes for key in route.keys),
         misfits=found,
-        **_judgement(load, error, found, any_size=bool(options.get("ignore_mismatched_sizes"))),
+        problems=tuple(problems),
+        warnings=diagnostics.warnings,
     )
+
+
+def _raised_by_stock(info: Any, *, any_size: bool) -> list[str]:
+    """What transformers would raise of the weights, if anything."""
+    if info.conversion_errors:
+        head = "Conversions fail, for which transformers would raise a RuntimeError:"
+        reasons = [f"{name}: {text.strip().splitlines()[-1]}" for name, text in info.conversion_errors.items()]
+    else:
+        head, mismatched = "Shapes differ, and transformers would raise a RuntimeError:", sorted(info.mismatched_keys)
+        reasons = [f"{name}: found {tuple(found)}, expected {tuple(own)}" for name, found, own in mismatched]
+    is_fatal = reasons and (info.conversion_errors or not any_size)
+    return ["\n  ".join([head, *reasons[:8]])] if is_fatal else []
 
 
 def _headers(
@@ -238,93 +274,7 @@ def _completed(
     return {**headers.tensors, **known}, frozenset(found.keys() - known.keys())
 
 
-def _conversions_and_weights(load: Request | None, unknown: frozenset[str]) -> dict[str, Any]:
-    """The fields of a plan that say what becomes of the checkpoint."""
-    if not isinstance(load, Selected):
-        return {}
-    routing = load.routing if isinstance(load, Loaded) else Routing()
-    weights = _collapsed(routing.routes)
-    keys_of: dict[str, list[str]] = {}
-    for route in routing.routes:
-        for text in dict.fromkeys([*(describe(each.transform) for each in route.by), _conversion(route)[0]]):
-            keys_of.setdefault(text, []).extend(route.keys)
-    added = dict.fromkeys(describe(each.transform) for each in load.conversions.added)
-    layouts = dict.fromkeys(str(layout) for module in load.record.modules for layout in module.layouts)
-    fields: dict[str, Any] = {
-        "conversions_dropped": tuple((describe(transform), text) for transform, text in load.conversions.dropped),
-        "conversions_added": tuple((text, tuple(compress(keys_of.get(text, ())))) for text in [*added, *layouts]),
-    }
-    if not isinstance(load, Loaded):
-        return fields
-    info = load.info
-    kept = [describe(each) for each in routing.used]
-    return fields | {
-        "conversions_kept": tuple(
-            (text, tuple(compress(keys_of.get(text, ())))) for text in kept if text not in added
-        ),
-        "weights": weights,
-        "missing": ordered(info.missing_keys),
-        "left_over": ordered(info.unexpected_keys),
-        "wrong_shape": tuple(
-            (name, str(tuple(found)), str(tuple(expected))) for name, found, expected in sorted(info.mismatched_keys)
-        ),
-        "new_weights": load.record.new_weights,
-        "dropped_weights": load.record.dropped_weights,
-        "unknown_shapes": sum(key in unknown for route in routing.routes for key in route.keys),
-    }
-
-
-def _weights_of_modules(load: Request | None, fields: Mapping[str, Any]) -> Iterator[Weights]:
-    """What becomes of the tensors that aren't read as they are."""
-    if isinstance(load, Loaded):
-        for route in load.routing.routes:
-            text, is_ours = _conversion(route)
-            if text:
-                yield Weights("converted" if is_ours else "kept", route.keys, route.parameters, text)
-    elif isinstance(load, Constructed):
-        yield from converted_by_layouts(load.record)
-    new, dropped = (set(fields.get(name, ())) for name in ("new_weights", "dropped_weights"))
-    for name in fields.get("missing", ()):
-        yield Weights("new" if name in new else "missing", (), (name,))
-    for key in fields.get("left_over", ()):
-        yield Weights("dropped" if key in dropped else "left over", (key,))
-    for name, found, wanted in fields.get("wrong_shape", ()):
-        yield Weights("wrong shape", (), (name,), f"{found}, not {wanted}")
-
-
-def _conversion(route: Route) -> tuple[str, bool]:
-    """The conversion of a route, "" if there is none, and whether it is none of stock's."""
-    return route.text, bool(route.by) or (route.layout is not None and not isinstance(route.layout, Converted))
-
-
-def _judgement(
-    load: Request | None,
-    error: PatcherError | None,
-    misfits_found: Iterable[tuple[str, str, str, str]],
-    *,
-    any_size: bool,
-) -> dict[str, Any]:
-    """What the load would raise, the first error first, and what it would warn of."""
-    diagnostics = load.diagnostics if isinstance(load, Constructed) else Diagnostics()
-    problems = [str(each) for each in (*diagnostics.errors, error) if each is not None]
-    if isinstance(load, Loaded) and not problems:
-        errors, mismatched = load.info.conversion_errors, sorted(load.info.mismatched_keys)
-        if errors:
-            head = "Conversions fail, for which transformers would raise a RuntimeError:"
-            reasons = [f"{name}: {text.strip().splitlines()[-1]}" for name, text in errors.items()]
-        else:
-            head = "Shapes differ, and transformers would raise a RuntimeError:"
-            reasons = [f"{name}: found {tuple(found)}, expected {tuple(wanted)}" for name, found, wanted in mismatched]
-        if errors or (mismatched and not any_size):
-            problems.append("\n  ".join([head, *reasons[:8]]))
-    problems += [
-        f"{name}.{method} doesn't fit a call of it, {where}: {problem}. Give it the parameters of what it replaces."
-        for name, method, where, problem in misfits_found
-    ]
-    return {"problems": tuple(problems), "warnings": diagnostics.warnings}
-
-
-def _named(model: PreTrainedModel, rules: ClassRules) -> list[PatchedModule]:
+def _named(model: PreTrainedModel, rules: ClassRules) -> tuple[PatchedModule, ...]:
     """What mappings would put in place of the modules that they name."""
     found = []
     for path, module in named_modules(model):
@@ -334,18 +284,4 @@ def _named(model: PreTrainedModel, rules: ClassRules) -> list[PatchedModule]:
             continue
         if match is not None and match.replacement is not type(module):
             found.append(PatchedModule(path, type(module), match.replacement))
-    return found
-
-
-def _collapsed(routes: Iterable[Route]) -> tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...]:
-    """(checkpoint keys, parameters, conversion), with those as one that differ in numbers alone."""
-    groups: dict[tuple[Any, ...], tuple[list[str], list[str]]] = {}
-    for route in routes:
-        text, _ = _conversion(route)
-        alike = (tuple(dict.fromkeys(map(without_numbers, names))) for names in (route.keys, route.parameters))
-        keys, parameters = groups.setdefault((*alike, text), ([], []))
-        keys += route.keys
-        parameters += route.parameters
-    return tuple(
-        (tuple(compress(keys)), tuple(compress(parameters)), group[-1]) for group, (keys, parameters) in groups.items()
-    )
+    return tuple(found)
