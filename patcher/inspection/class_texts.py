@@ -31,7 +31,7 @@ _DECORATORS, _HEAD, _DOCSTRING = "@", "class", "__doc__"
 
 
 class _Member(NamedTuple):
-    """A statement of the body of a class, as whole lines, with the empty lines and the comments above it."""
+    """A statement of a class with the comments above it, as whole lines; a method has an empty line above."""
 
     text: str
     is_method: bool = False
@@ -101,28 +101,20 @@ def _overlaid(under: _Body, over: _Body, *, replaces: bool = False) -> _Body:
         if old is not None and name == _DECORATORS:
             result[name] = _Member(f"{new.text}\n{old.text}")  # both are applied
         elif old is not None and new.extends(name) and not replaces:
-            result[name] = _Member(f"{old.text}\n{_apart(new.text)}", is_method=True)  # both are run
+            result[name] = _Member(f"{old.text}\n{new.text}", is_method=True)  # both are run
         elif name != _HEAD:
             result[name] = new
     return result
-
-
-def _apart(text: str) -> str:
-    """A method with one empty line above it, at least."""
-    return text if text.startswith("\n") else f"\n{text}"
 
 
 def _text(body: _Body) -> str:
     """A class as one would write it: what is documented, then values, then methods."""
     order = {_DECORATORS: 0, _HEAD: 1, _DOCSTRING: 2}
     names = sorted(body, key=lambda name: order.get(name, 4 if body[name].is_method else 3))
-    lines = []
-    for name, above in zip(names, ["", *names], strict=False):
-        text = body[name].text
-        if body[name].is_method:
-            text = text.lstrip("\n") if above == _HEAD else _apart(text)
-        lines.append(text)
-    return "\n".join(lines if names[-1] != _HEAD else [*lines, "    pass"])
+    texts = [body[name].text for name in names]
+    first = names.index(_HEAD) + 1
+    texts[first:] = [texts[first].lstrip("\n"), *texts[first + 1 :]] if texts[first:] else ["    pass"]
+    return "\n".join(texts)
 
 
 def _body_of(cls: type) -> _Body:
@@ -157,10 +149,9 @@ def _parsed(text: str) -> _Body:
         name = getattr(each, "name", "") or ", ".join(map(ast.unparse, bound))
         if isinstance(value, ast.Constant) and isinstance(each, ast.Expr):
             name = _DOCSTRING
-        own = "\n".join(lines[start:end])
-        if name in found:
-            own = f"{found[name].text}\n{own}"
-        found[name] = _Member(own, isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
+        is_method, own = isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef), "\n".join(lines[start:end])
+        own = re.sub(r"\A(?:\s*\n)?", "\n", own) if is_method else own
+        found[name] = _Member(f"{found[name].text}\n{own}" if name in found else own, is_method)
     return found
 
 

@@ -141,11 +141,14 @@ def diff(
         raise not_a_patcher("diff(model, {})", patcher)
     install()
     record = record_of(model) if isinstance(model, nn.Module) else None
-    if patcher is None and record is None and not isinstance(model, nn.Module):
+    if patcher is not None:
+        in_force: tuple[InForce, ...] = (InForce(patcher, "diff()"),)
+    elif isinstance(model, nn.Module):
+        in_force = record.in_force if record is not None else ()
+    else:
         raise InvalidPatcherError(
             f"diff needs a patcher for {model!r}, which isn't loaded; write diff(model, Patcher(...))."
         )
-    in_force = (InForce(patcher, "diff()"),) if patcher is not None else record.in_force if record is not None else ()
     if isinstance(model, type) and issubclass(model, PreTrainedModel):
         if model.config_class is None:
             raise InvalidPatcherError(f"{model.__name__} has no config class; write diff(config, patcher).")
@@ -160,26 +163,27 @@ def diff(
 
 
 def _classes(resolution: Resolution) -> Iterator[ClassDiff]:
-    fusions = {path: str(fusion) for fusion, paths in resolution.fusion_plan.by_fusion.items() for path in paths}
-    built = {**resolution.replaced, **resolution.fused}
+    fusions, built = resolution.fusion_plan.by_path, {**resolution.replaced, **resolution.fused}
     grouped: dict[tuple[type[nn.Module], type[nn.Module], str], list[str]] = {}
     for path in sorted(built, key=dot_natural_key):
-        kind = unrebound(resolution.original_classes[path]), built[path], fusions.get(path, "")
+        kind = unrebound(resolution.original_classes[path]), built[path], str(fusions.get(path, ""))
         grouped.setdefault(kind, []).append(path)
     for (original, replacement, fusion), paths in grouped.items():
-        was = _where(original)
-        becomes = f"{was}, fused by {fusion!r}" if fusion else _where(replacement)
-        before, after = (text.splitlines() for text in composed(original, replacement))
-        lines = difflib.unified_diff(before, after, was, becomes, lineterm="")
-        yield ClassDiff(tuple(compress(paths)), was, becomes, "\n".join(lines))
+        was = _named(original)
+        becomes = f"{was}, fused by {fusion!r}" if fusion else _named(replacement)
+        text = _unified(was, becomes, *composed(original, replacement))
+        yield ClassDiff(tuple(compress(paths)), was, becomes, text)
 
 
 def _functions(resolution: Resolution) -> Iterator[FunctionDiff]:
     for each in resolution.functions.replaced:
-        was, becomes = (full_name(function).replace(":", ".") for function in (each.original, each.replacement))
-        before, after = (_text(function).splitlines() for function in (each.original, each.replacement))
-        lines = difflib.unified_diff(before, after, was, becomes, lineterm="")
-        yield FunctionDiff(each.callers, was, becomes, "\n".join(lines))
+        was, becomes = _named(each.original), _named(each.replacement)
+        text = _unified(was, becomes, _text(each.original), _text(each.replacement))
+        yield FunctionDiff(each.callers, was, becomes, text)
+
+
+def _unified(was: str, becomes: str, before: str, after: str) -> str:
+    return "\n".join(difflib.unified_diff(before.splitlines(), after.splitlines(), was, becomes, lineterm=""))
 
 
 def _text(function: Any) -> str:
@@ -189,5 +193,5 @@ def _text(function: Any) -> str:
         return f"# the source of {full_name(function)} can't be read"
 
 
-def _where(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+def _named(code: Any) -> str:
+    return full_name(code).replace(":", ".")

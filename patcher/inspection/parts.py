@@ -74,13 +74,10 @@ class Patched(Shown):
         if len(self.patchers) > 1:  # who wins: the first row
             yield Table("Patchers", ("in force by", "patcher"), [(origin, text) for text, origin in self.patchers])
         shown: set[str] = set()
-        called: set[tuple[str, str]] = set()
         if self.tree is not None:
             yield self.tree.branch()
             for node in self.tree.walk():
                 shown.update(weights.conversion for weights in node.weights if weights.what == "converted")
-                called.update(node.functions)
-        elsewhere = [each for each in self.functions if each[:2] not in called]
         # Exact names and paths say themselves what they match.
         rules = [
             row
@@ -88,9 +85,6 @@ class Patched(Shown):
             if "[like(" in row[0] or (row[0].startswith("class_mapping") and row[0] != f"class_mapping[{row[1][0]!r}]")
         ]
         yield Table("Rules", ("key", "matches"), [(rule, ", ".join(names)) for rule, names in rules])
-        yield Table(
-            "Functions", ("function", "is", "called by"), [(*each[:2], ", ".join(each[2])) for each in elsewhere]
-        )
         rows = [
             ("dropped", text, f"by {filtered!r}" if filtered else "an added one takes its tensors")
             for text, filtered in self.conversions_dropped
@@ -100,11 +94,7 @@ class Patched(Shown):
 
 
 def of_record(
-    model: str,
-    built: nn.Module,
-    record: PatchRecord,
-    routes: Iterable[Route],
-    amiss: Iterable[Weights] = (),
+    model: str, built: nn.Module, record: PatchRecord, routes: Iterable[Route], amiss: Iterable[Weights] = ()
 ) -> dict[str, Any]:
     """The fields of a report or a plan that follow from what a load has put down, or would.
 
@@ -117,21 +107,13 @@ def of_record(
     names = [(in_state_dict(path), stock_class(module).__qualname__) for path, module in named_modules(built)]
     callers = {name for _, _, classes in record.functions for name in classes}
     replaced, fused, refused = _rows(record.replaced), _rows(record.fused), tuple(record.refused.items())
-    weights = [
-        Weights("converted" if is_ours(each) else "kept", each.keys, each.parameters, each.text)
-        for each in routes
-        if each.text
-    ]
+    weights = list(amiss)
+    for each in routes:
+        if each.text:
+            is_stock = isinstance(each.layout, Converted) and not each.by
+            weights.append(Weights("kept" if is_stock else "converted", each.keys, each.parameters, each.text))
     weights += [Weights("new", (), (name,)) for name in record.new_weights]
     weights += [Weights("dropped", (key,)) for key in record.dropped_weights]
-    tree = module_tree(
-        model,
-        names,
-        changed=[*replaced, *fused],
-        refused=refused,
-        functions=record.functions,
-        weights=[*weights, *amiss],
-    )
     return {
         "model": model,
         "patchers": tuple((repr(entry.patcher), entry.origin) for entry in record.in_force),
@@ -144,13 +126,15 @@ def of_record(
         "conversions_dropped": tuple((describe(transform), text) for transform, text in record.dropped),
         "new_weights": record.new_weights,
         "dropped_weights": record.dropped_weights,
-        "tree": tree,
+        "tree": module_tree(
+            model,
+            names,
+            changed=[*replaced, *fused],
+            refused=refused,
+            functions=record.functions,
+            weights=weights,
+        ),
     }
-
-
-def is_ours(route: Route) -> bool:
-    """Whether a conversion is not one of transformers."""
-    return bool(route.by) or (route.layout is not None and not isinstance(route.layout, Converted))
 
 
 def added_by(record: PatchRecord) -> list[str]:

@@ -152,14 +152,11 @@ def plan(
     except PatcherError:
         raise
     except Exception as error:  # of files that anyone may have written, so of any kind
+        named = type(model).__name__ if isinstance(model, PretrainedConfig) else model
         raise InvalidPatcherError(
-            f"{_short(model)} can't be planned, and a load of it would fail as well: {type(error).__name__}: "
+            f"{named} can't be planned, and a load of it would fail as well: {type(error).__name__}: "
             f"{str(error)[:2000]}"
         ) from error
-
-
-def _short(model: Any) -> str:
-    return type(model).__name__ if isinstance(model, PretrainedConfig) else str(model)
 
 
 def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, options: Mapping[str, Any]) -> Plan:
@@ -185,7 +182,8 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
         built, record, diagnostics = load.model, load.record, load.diagnostics
         name = type(built).__name__
     else:  # it was never built: what would have been replaced follows from the stock model
-        in_force, built, diagnostics = in_force_for(patcher)[0], skeleton(cls, config), Diagnostics()
+        in_force = load.in_force if load is not None else in_force_for(patcher)[0]
+        built, diagnostics = skeleton(cls, config), Diagnostics()
         record, name = PatchRecord(type(built), in_force, _named(built, ClassRules(in_force))), cls.__name__
     if isinstance(load, Selected):
         record = replace(record, dropped=load.conversions.dropped)
@@ -193,13 +191,12 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
     info = load.info if isinstance(load, Loaded) else ExpectedInfo(routing)
     missing, left_over = ordered(info.missing_keys), ordered(info.unexpected_keys)
     mismatched = sorted(info.mismatched_keys)
-    amiss = [Weights("missing", (), (name,)) for name in missing if name not in record.new_weights]
-    amiss += [Weights("left over", (key,)) for key in left_over if key not in record.dropped_weights]
+    amiss = [Weights("missing", (), (name,)) for name in ordered({*missing} - {*record.new_weights})]
+    amiss += [Weights("left over", (key,)) for key in ordered({*left_over} - {*record.dropped_weights})]
     amiss += [Weights("wrong shape", (), (name,), f"{tuple(is_)}, not {tuple(own)}") for name, is_, own in mismatched]
     found = misfits(built, record.replaced, built=isinstance(load, Constructed))
     problems = [str(each) for each in (*diagnostics.errors, error) if each is not None]
-    if not problems:
-        problems = _raised_by_stock(info, any_size=bool(options.get("ignore_mismatched_sizes")))
+    problems = problems or _raised_by_stock(info, mismatched if not options.get("ignore_mismatched_sizes") else [])
     problems += [
         f"{name}.{method} doesn't fit a call of it, {where}: {problem}. Give it the parameters of what it replaces."
         for name, method, where, problem in found
@@ -229,16 +226,14 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
     )
 
 
-def _raised_by_stock(info: Any, *, any_size: bool) -> list[str]:
+def _raised_by_stock(info: Any, mismatched: Iterable[tuple[str, Any, Any]]) -> list[str]:
     """What transformers would raise of the weights, if anything."""
+    head = "Shapes differ, and transformers would raise a RuntimeError:"
+    reasons = [f"{name}: found {tuple(found)}, expected {tuple(own)}" for name, found, own in mismatched]
     if info.conversion_errors:
         head = "Conversions fail, for which transformers would raise a RuntimeError:"
         reasons = [f"{name}: {text.strip().splitlines()[-1]}" for name, text in info.conversion_errors.items()]
-    else:
-        head, mismatched = "Shapes differ, and transformers would raise a RuntimeError:", sorted(info.mismatched_keys)
-        reasons = [f"{name}: found {tuple(found)}, expected {tuple(own)}" for name, found, own in mismatched]
-    is_fatal = reasons and (info.conversion_errors or not any_size)
-    return ["\n  ".join([head, *reasons[:8]])] if is_fatal else []
+    return ["\n  ".join([head, *reasons[:8]])] if reasons else []
 
 
 def _headers(
