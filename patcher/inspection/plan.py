@@ -165,19 +165,15 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
     config = config_of(model, options)
     headers, layout = _headers(model, checkpoint, config, options)
     cls = model_class_of(config, model_class, model, options)
-    tensors, unknown = _completed(headers, cls, config) if headers is not None else ({}, frozenset[str]())
-    run = DryRun(
-        unknown,
-        has_checkpoint=headers is not None,
-        files=headers.files if headers is not None else (),
-        runtime_layout=bool(layout),
-    )
+    if headers.unknown:
+        headers = _completed(headers, skeleton(cls, config))
+    run = DryRun(headers.unknown, has_checkpoint=bool(headers.where), files=headers.files, runtime_layout=bool(layout))
     for_the_load = {name: value for name, value in options.items() if name not in PLACES}
     if layout:  # the layout of the weights decides
         given = options.get("fusion_config") or getattr(config, "fusion_config", None)
         for_the_load["fusion_config"] = with_fusion_names(given, layout)
     install()
-    load, error = dry_run(cls, patcher, tensors, run, config=config, **for_the_load)
+    load, error = dry_run(cls, patcher, headers.tensors, run, config=config, **for_the_load)
     if isinstance(load, Constructed):
         built, record, diagnostics = load.model, load.record, load.diagnostics
         name = type(built).__name__
@@ -209,7 +205,7 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
     weights = alike_as_one(Weights("", route.keys, route.parameters, route.text) for route in routing.routes)
     return Plan(
         **of_record(name, built, record, routing.routes or routes_of_fusions(record), amiss),
-        checkpoint=headers.where if headers is not None else "",
+        checkpoint=headers.where,
         conversions_added=tuple((text, tuple(compress(keys_of.get(text, ())))) for text in added),
         conversions_kept=tuple(
             (text, tuple(compress(keys_of.get(text, ())))) for text in map(describe, routing.used) if text not in added
@@ -218,8 +214,8 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
         missing=missing,
         left_over=left_over,
         wrong_shape=tuple((name, str(tuple(is_)), str(tuple(own))) for name, is_, own in mismatched),
-        unseen=unseen(routing.routes, record, tensors=tensors, parameters=state_tensors(built)),
-        unknown_shapes=sum(key in unknown for route in routing.routes for key in route.keys),
+        unseen=unseen(routing.routes, record, tensors=headers.tensors, parameters=state_tensors(built)),
+        unknown_shapes=sum(key in headers.unknown for route in routing.routes for key in route.keys),
         misfits=found,
         problems=tuple(problems),
         warnings=diagnostics.warnings,
@@ -238,14 +234,14 @@ def _raised_by_stock(info: Any, mismatched: Iterable[tuple[str, Any, Any]]) -> l
 
 def _headers(
     model: Any, checkpoint: Any, config: PretrainedConfig, options: Mapping[str, Any]
-) -> tuple[Headers | None, list[str]]:
-    """The headers of the checkpoint, and the fusions of the runtime layout that it is in."""
+) -> tuple[Headers, list[str]]:
+    """The headers of the checkpoint, of nowhere if there is none, and the fusions of the runtime layout it is in."""
     if options.get("gguf_file"):
         raise InvalidPatcherError("plan can't read GGUF files; load the model, save it, and plan that folder.")
     if isinstance(checkpoint, Mapping):
         return headers_of_mapping(checkpoint), []
     if checkpoint is None and isinstance(model, PretrainedConfig):
-        return None, []
+        return Headers("", {}), []
     places = {name: value for name, value in options.items() if name in PLACES}
     source = model if checkpoint is None else checkpoint
     layout = fusions_of_layout(source, places, places.get("variant"))
@@ -256,17 +252,12 @@ def _headers(
     return headers_of(source, **(places | {"variant": VARIANT} if layout else places)), layout
 
 
-def _completed(
-    headers: Headers, cls: type[PreTrainedModel], config: PretrainedConfig
-) -> tuple[dict[str, Any], frozenset[str]]:
-    """The tensors of a checkpoint, with the shapes that the stock model saves where no others were given."""
-    if not headers.unknown:
-        return dict(headers.tensors), headers.unknown
-    stock = skeleton(cls, config)
+def _completed(headers: Headers, stock: PreTrainedModel) -> Headers:
+    """With the shapes that the stock model saves, where no others were given."""
     saved = stock_revert(stock, dict(stock.state_dict()))
     found = {key: saved.get(with_model_prefix(key, stock, saved)) for key in headers.unknown}
     known = {key: tensor for key, tensor in found.items() if tensor is not None}
-    return {**headers.tensors, **known}, frozenset(found.keys() - known.keys())
+    return replace(headers, tensors={**headers.tensors, **known}, unknown=headers.unknown - known.keys())
 
 
 def _named(model: PreTrainedModel, rules: ClassRules) -> tuple[PatchedModule, ...]:

@@ -15,7 +15,7 @@ from patcher.display.parts import Part, Table
 from patcher.errors import InvalidPatcherError
 from patcher.inspection.parts import Patched, added_by, of_record, routes_of_fusions
 from patcher.layouts.transforms import describe
-from patcher.loading.record import PatchRecord, record_of
+from patcher.loading.record import record_of
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,8 @@ def report(model: PreTrainedModel) -> Report:
     if not isinstance(model, nn.Module):
         raise InvalidPatcherError(f"report takes a model, found {model!r}; write report(model).")
     record = record_of(model)
-    return Report(type(model).__name__) if record is None else _report(model, record)
-
-
-def _report(model: nn.Module, record: PatchRecord) -> Report:
+    if record is None:
+        return Report(type(model).__name__)
     made = Counter[str]()
     for route in record.routes:
         for text in {describe(each.transform) for each in route.by}:
