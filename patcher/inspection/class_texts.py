@@ -7,6 +7,7 @@ places of those that they override; the result is the text that one would have w
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from contextlib import suppress
@@ -50,25 +51,21 @@ def composed(original: type[nn.Module], replacement: type[nn.Module]) -> tuple[s
 
     A class whose source can't be read has a comment that says so in the place of its methods.
     """
-    before = _body_of(original)
-    if hasattr(replacement, "_rewritten"):  # by a fusion, and in the place of what it was written from
-        return _text(before), _text(_overlaid(before, _rewritten(original, replacement), replaces=True))
+    before, by_fusion = _body_of(original), hasattr(replacement, "_rewritten")
     if replacement is LinearPatchEmbedding:
         replacement = standing_alone.LinearPatchEmbedding
     layers = [cls for cls in replacement.__mro__ if cls not in original.__mro__]
     layers = [cls for cls in layers if cls is replacement or _root(cls) not in _LIBRARIES]
-    inherits, patched = issubclass(replacement, original), dict(before)
-    if not inherits:
-        patched = _body_of(layers.pop()) | {_HEAD: _body_of(replacement)[_HEAD]}
-    for cls in reversed(layers):
-        body = _body_of(cls)
-        for name in [name for name, each in body.items() if inherits and each.is_method and name not in patched]:
-            # Overridden, and itself inherited: what it was is shown too.
-            owner = next((base for base in original.__mro__[1:] if name in vars(base)), object)
-            if _root(owner) not in ("torch", "builtins") and (known := _body_of(owner).get(name)) is not None:
-                before[name] = patched[name] = known
-        patched = _overlaid(patched, body)
-    return _text(before), _text(patched)
+    bodies = [_rewritten(original, replacement)] if by_fusion else list(map(_body_of, reversed(layers)))
+    if not issubclass(replacement, original):
+        patched = bodies.pop(0) | {_HEAD: _body_of(replacement)[_HEAD]}
+        return _text(before), _text(functools.reduce(_overlaid, bodies, patched))
+    for name in (name for body in bodies for name, each in body.items() if each.is_method and name not in before):
+        # Overridden, and itself inherited: what it was is shown too.
+        owner = next((base for base in original.__mro__[1:] if name in vars(base)), object)
+        if _root(owner) not in ("torch", "builtins") and (known := _body_of(owner).get(name)) is not None:
+            before[name] = known
+    return _text(before), _text(functools.reduce(functools.partial(_overlaid, replaces=by_fusion), bodies, before))
 
 
 def _root(cls: type) -> str:

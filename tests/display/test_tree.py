@@ -7,7 +7,8 @@ import pickle
 from pathlib import Path
 
 import pytest
-from transformers import BartConfig, LlamaForCausalLM
+from transformers import BartConfig, LlamaForCausalLM, MixtralForCausalLM
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from patcher import Patcher, plan, report
 from patcher.display.tree import IN_A_ROW, ModuleNode, Weights, module_tree
@@ -52,6 +53,16 @@ def test_layers_and_experts_are_folded_in_both_places(tmp_path: Path) -> None:
     # The checkpoint has them elsewhere: `*` for the numbers of the module, so that layers are alike.
     keys = {key for each in experts.weights for key in each.keys}
     assert keys == {f"model.layers.*.block_sparse_moe.experts.{{0..3}}.{name}.weight" for name in ("w1", "w2", "w3")}
+
+
+def test_conversions_of_stock_hang_at_replaced_modules_only(tmp_path: Path) -> None:
+    folder = save_tiny(tiny_mixtral_config(), tmp_path)
+    same = type("Same", (MixtralExperts,), {})
+    for patcher, kinds in ((Patcher(fusions="qkv"), set()), (Patcher({"MixtralExperts": same}), {"converted"})):
+        for value in (plan(folder, patcher), report(MixtralForCausalLM.from_pretrained(folder, patcher=patcher))):
+            experts = paths(value.tree)["model.layers.{0..1}.mlp.experts"]
+            assert {each.what for each in experts.weights} <= kinds
+        assert bool(paths(plan(folder, patcher).tree)["model.layers.{0..1}.mlp.experts"].weights) == bool(kinds)
 
 
 def test_why_a_module_is_left_alone_hangs_at_it() -> None:

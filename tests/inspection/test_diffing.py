@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from torch import nn
-from transformers import LlamaForCausalLM, LlamaModel
+from transformers import Data2VecVisionConfig, LlamaForCausalLM, LlamaModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from patcher import Diff, InvalidPatcherError, Patcher, diff
@@ -196,6 +196,15 @@ def test_an_overridden_method_that_was_inherited_is_shown_too() -> None:
     assert "+        return None" in entry.text
 
 
+def test_an_init_of_a_fused_class_that_was_inherited_is_shown_too() -> None:
+    config = Data2VecVisionConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+    config.architectures = ["Data2VecVisionModel"]
+    (entry,) = diff(config, Patcher(fusions="qkv")).classes
+    assert entry.was.endswith(".Data2VecVisionSdpaSelfAttention")
+    assert [line for line in changed(entry.text) if "def __init__" in line] == []
+    assert any(line.startswith("-        self.query = nn.Linear(") for line in changed(entry.text))
+
+
 @pytest.mark.parametrize(
     ("config", "fusion", "was", "removed", "added"),
     [
@@ -322,7 +331,7 @@ def test_it_works_in_a_real_notebook(tmp_path: Path) -> None:
     assert "+        return 2 + super().forward(x)" in printed[2]
     assert "+++ __main__.Mine" in printed[2]
     (output,) = [output for output in book.cells[3].outputs if output.output_type == "execute_result"]
-    assert "scale = 3" in output.data["text/html"]  # side by side, without a sign
+    assert "scale = 3" in output.data["text/html"]
 
 
 # --- what names a model --------------------------------------------------------------------------------------------

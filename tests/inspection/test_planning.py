@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -34,6 +35,7 @@ from patcher import InvalidPatcherError, Patcher, PatcherError, PatcherWarning, 
 from patcher.fusions import QKV
 from patcher.layouts.transforms import describe
 from patcher.patterns import compress
+from patcher.source.call_sites import why_unfit
 from tests.support import shared
 from tests.support.memory import peak
 from tests.support.replacements import (
@@ -375,6 +377,8 @@ def test_a_config_alone_has_no_weights_to_judge() -> None:
     assert (planned.weights, planned.missing, planned.left_over) == ((), (), ())
     assert "no checkpoint was given, so conversions and weights are not judged" in str(planned)
     assert [path for path, *_ in planned.replaced] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    dropped = plan(tiny_qwen2_moe_config(), Patcher({}, "gate_up_proj")).conversions_dropped
+    assert {filtered for _, filtered in dropped} == {"gate_up_proj"}
     assert "'LlamaMPL'" in plan(tiny_llama_config(), Patcher({"LlamaMPL": With})).problems[0]
 
 
@@ -501,6 +505,14 @@ def test_a_signature_that_every_call_fits_is_none(forward: Any, folders: Callabl
     planned = plan(folders("llama"), Patcher({"LlamaMLP": replacement(OwnMLP, forward=forward)}))
     assert planned.ok
     assert planned.misfits == ()
+
+
+def test_a_call_that_the_original_would_not_take_either_is_not_reported() -> None:
+    """Some decorator takes arguments out of it."""
+    call: Any = ast.parse("self.mlp(x, y)", mode="eval").body
+    narrow = OwnMLP.forward
+    assert why_unfit(call, narrow, narrow) == ""
+    assert why_unfit(call, nn.Bilinear.forward, narrow) == "too many positional arguments"
 
 
 # --- what no load can see ------------------------------------------------------------------------------------------
