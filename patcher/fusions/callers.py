@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from patcher.fusions.methods import trees_of
-from patcher.source.call_sites import calls_of_child, none_by_default, positional_parameters
+from patcher.source.call_sites import calls_of_child, none_by_default
 
 #: What a part of a joined projection still has.
 HELD = frozenset({"weight", "bias", "in_features", "out_features"})
@@ -116,8 +116,3 @@ def _given(call: ast.Call, parameters: list[str]) -> dict[str, ast.expr]:
             break
         given[parameter] = argument
     return given | {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
-
-
-def parameters_of(function: ast.FunctionDef) -> list[str]:
-    """The names of all parameters but the first."""
-    return [each.arg for each in (*positional_parameters(function), *function.args.kwonlyargs)][1:]

@@ -106,6 +106,8 @@ class Body:
         tensors: its variables that are known to be tensors, whatever is assigned to them.
         parts: the children whose calls give new tensors, and aren't looked at.
         runs: the nodes that may have run, where not all of them may: others assign nothing.
+        since: where the first call of a part ends. What was made before it may hold what that was given, under
+            whatever name. None where it may run again.
         is_lenient: whether a method of what isn't known is taken for one of a value. It is where nothing depends on
             the answer but how a part is made.
     """
@@ -119,12 +121,13 @@ class Body:
         tensors: Iterable[str] = (),
         parts: Iterable[str] = (),
         runs: Iterable[ast.AST] | None = None,
+        since: Position | None = (0, 0),
         is_lenient: bool = False,
         depth: int = 0,
         known: dict[Any, Any] | None = None,
     ) -> None:
         self.method, self.module, self.parts, self.depth = method, module, frozenset(parts), depth
-        self.is_lenient = is_lenient
+        self.is_lenient, self.since = is_lenient, since
         self.this = self_of(method.node) if module is not None else ""
         #: what functions were found to be that are followed from here
         self.known = known if known is not None else {}
@@ -134,7 +137,7 @@ class Body:
         for node in ast.walk(method.node) if runs is None else runs:
             self._note(node)
         #: the variables that are values, if all that is assigned to them is: those that aren't are taken out
-        self.values = {name for name, found in self.assigned.items() if found} - set(_parameters(method.node))
+        self.values = {name for name, found in self.assigned.items() if found} - set(parameters_of(method.node))
         self.values |= {*values, *tensors}
         while lost := {name for name in self.values.difference(tensors) if not self._are_values(self.assigned[name])}:
             self.values -= lost
@@ -162,6 +165,24 @@ class Body:
                     self.assigned.setdefault((alias.asname or alias.name).partition(".")[0], []).append(None)
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) if node is not self.method.node:
                 self.assigned[name].append(None)
+                if is_plain_function(node):
+                    results = (each.value for each in ast.walk(node) if isinstance(each, ast.Return))
+                    self.assigned.setdefault(f"{name}()", []).extend(results)
+                    self._note_arguments(node)  # type: ignore[arg-type]
+
+    def _note_arguments(self, inner: ast.FunctionDef) -> None:
+        """Note what the parameters of a function that is defined in this one are given."""
+        nodes = list(ast.walk(self.method.node))
+        calls = [each for each in nodes if isinstance(each, ast.Call) and getattr(each.func, "id", "") == inner.name]
+        called = [each.func for each in calls]
+        is_known = all(each in called for each in nodes if isinstance(each, ast.Name) and each.id == inner.name)
+        names = parameters_of(inner)
+        for call in calls:
+            is_known &= len(call.args) == len(names) and not call.keywords
+            for name, argument in zip(names, call.args, strict=False):
+                self._bind(ast.Name(name), argument)
+        for name in names if not is_known else ():
+            self.assigned[name].append(None)
 
     def _bind(self, target: ast.expr, value: ast.expr | None) -> None:
         match target, value:
@@ -183,8 +204,10 @@ class Body:
     def is_value(self, node: ast.AST) -> bool:
         """Whether an expression is known to give a value."""
         match node:
-            case ast.Constant() | ast.JoinedStr() | ast.Slice() | ast.Compare() | ast.UnaryOp(op=ast.Not()):
+            case ast.Constant() | ast.JoinedStr() | ast.Slice() | ast.UnaryOp(op=ast.Not()):
                 return True
+            case ast.Compare():
+                return all(map(self.is_value, _operands(node)))
             case ast.Name(id=name) if name in self.assigned:
                 return name in self.values
             case ast.Name():
@@ -200,9 +223,12 @@ class Body:
             case ast.Attribute(value=inner, attr=attr):
                 if self.is_own(node):
                     return attr not in self._assigned_attributes() and _is_plain(self.own(attr))
-                if self.is_own(inner) and isinstance(child := self.own(inner.attr), nn.Module):  # type: ignore[attr-defined]
+                child = self.own(inner.attr) if self.is_own(inner) else None  # type: ignore[attr-defined]
+                if isinstance(child, nn.Module):
                     held = {**vars(child), **child._parameters, **child._buffers}
                     return attr in held and _is_plain(held[attr])
+                if isinstance(child, transformers.PretrainedConfig):
+                    return True  # it holds what JSON can say
                 return self.is_value(inner) or _is_plain(self.outside(node))
             case ast.Call():
                 return self.call(node)[0]
@@ -211,9 +237,11 @@ class Body:
     def is_new(self, node: ast.AST | None) -> bool:
         """Whether it is a tensor with memory of its own, a number, or a container."""
         match node:
-            case ast.Name(id=name) if name in self.assigned and name not in _parameters(self.method.node):
+            case ast.Name(id=name) if name in self.assigned and name not in parameters_of(self.method.node):
                 made = [each for each in self.assigned[name] if not isinstance(each, ast.Name)]
-                return made == self.assigned[name] != [] and all(map(self.is_new, made))
+                return (
+                    made == self.assigned[name] != [] and all(map(self._is_late, made)) and all(map(self.is_new, made))
+                )
             case ast.BinOp():
                 return self.is_value(node)
             case ast.Call(func=ast.Attribute(attr=attr) as func) if self.is_own(func):
@@ -224,6 +252,18 @@ class Body:
             case ast.Constant():
                 return True
         return False
+
+    def _is_late(self, made: ast.expr | None) -> bool:
+        """Whether what is assigned can't be in what the first call was given."""
+        if isinstance(made, ast.Constant) or not hasattr(made, "lineno"):  # a number; or `y += z`, the same as before
+            return True
+        return self.since is not None and positions(made)[1] >= self.since
+
+    def unknown_operand(self, node: ast.AST) -> ast.expr | None:
+        """What an operator is of that isn't known to be a value, and may be given a tensor by it."""
+        operands = _operands(node)
+        unknown = next((each for each in operands if not self.is_value(each)), None)
+        return None if all(each is unknown or isinstance(each, ast.Constant) for each in operands) else unknown
 
     def is_own(self, node: ast.AST) -> bool:
         """Whether it is an attribute of the module."""
@@ -289,6 +329,8 @@ class Body:
                 return self._call_of(found, node) if found is not ... else (False, f"{attr} isn't known")
             case ast.Attribute(value=ast.Call(func=ast.Name(id="super"), args=[])) if self.module is not None:
                 return self._call_of_base(node.func.attr)
+            case ast.Name(id=name) if f"{name}()" in self.assigned and self.assigned[name] == [None]:
+                return f"{name}()" in self.values, ""  # its own nodes are looked at with the others
             case ast.Name(id=name) if name in self.assigned:
                 is_attention = all(map(self._is_attention, self.assigned[name] or [None]))
                 return is_attention, "" if is_attention else f"{name} isn't known before it runs"
@@ -345,7 +387,7 @@ class Body:
                 return False, f"{name}() may run anything"
             if runs or any(isinstance(each, ast.GeneratorExp | ast.Lambda) for each in ast.walk(node)):
                 return False, "it runs a function"
-            return name != "getattr" and all(map(self.is_value, arguments)), ""
+            return name not in ("getattr", "super") and all(map(self.is_value, arguments)), ""
         if isinstance(found, type):
             is_plain = issubclass(found, Exception) or found in (torch.Size, torch.device, torch.finfo)
             return is_plain, "" if is_plain else f"{name} is a class"
@@ -403,7 +445,7 @@ class Body:
             return False, "its source can't be read"
         try:
             method = read_function(function)
-            names = _parameters(method.node)[0 if module is None else 1 :]
+            names = parameters_of(method.node)[0 if module is None else 1 :]
             given = dict(zip(names, map(self.is_value, node.args), strict=False))
             if any(isinstance(each, ast.Starred) for each in node.args):
                 given = dict.fromkeys(names, False)
@@ -486,8 +528,10 @@ def check(body: Body, nodes: Iterable[ast.AST]) -> None:
 def problem_of(body: Body, node: ast.AST) -> str:
     if body.is_lenient and isinstance(node, _AROUND):
         return ""
-    if (what := _HIDDEN.get(type(node))) is not None:
+    if (what := _HIDDEN.get(type(node))) is not None and not is_plain_function(node):
         return f"{what} that isn't followed"
+    if not body.is_lenient and (unknown := body.unknown_operand(node)) is not None:
+        return problem_of(body, unknown) or f"{shown(node)!r} (what {shown(unknown)!r} is isn't known)"
     match node:
         case ast.Call():
             reason = body.call(node)[1]
@@ -507,6 +551,24 @@ def problem_of(body: Body, node: ast.AST) -> str:
             if not (body.is_lenient or is_counted or body.is_value(inner)):
                 return f"a loop over {shown(inner)!r}, which isn't known"
     return ""
+
+
+def _operands(node: ast.AST) -> list[ast.expr]:
+    """What an operator is of, if its objects decide what it does."""
+    match node:
+        case ast.BinOp(left=one, right=other) | ast.Subscript(value=one, slice=other, ctx=ast.Load()):
+            return [one, other]
+        case ast.Compare(left=one, ops=ops, comparators=others):
+            return [] if all(isinstance(each, ast.Is | ast.IsNot) for each in ops) else [one, *others]
+    return []
+
+
+def is_plain_function(node: ast.AST) -> bool:
+    """Whether it defines a function of parameters without defaults, which itself does nothing yet."""
+    if not isinstance(node, ast.FunctionDef):
+        return False
+    more = [*node.decorator_list, *node.args.defaults, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
+    return not any(more)
 
 
 def shown(node: ast.AST) -> str:
@@ -543,5 +605,6 @@ def _locals_of(method: Method) -> Iterator[str]:
             yield node.arg
 
 
-def _parameters(node: ast.FunctionDef) -> list[str]:
+def parameters_of(node: ast.FunctionDef) -> list[str]:
+    """The names of the parameters of a function."""
     return [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]

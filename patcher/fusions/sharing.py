@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from patcher.fusions.callers import Caller, parameters_of, taken_as_modules
+from patcher.fusions.callers import Caller, taken_as_modules
 from patcher.fusions.looks import looks, still_found
 from patcher.fusions.methods import (
     Method,
@@ -30,7 +30,7 @@ from patcher.fusions.methods import (
     self_of,
     trees_of,
 )
-from patcher.fusions.purity import Body, check, positions, problem_of, shown
+from patcher.fusions.purity import Body, check, is_plain_function, parameters_of, positions, problem_of, shown
 from patcher.source.call_sites import none_by_default
 
 _LATER = ast.Lambda | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.GeneratorExp
@@ -238,14 +238,14 @@ class _Calls:
         last = positions(self.calls[-1])[1]
         later = [node for node in ast.walk(self.method.node) if isinstance(node, _LATER)]
         later = [node for node in later if node is not self.method.node and positions(node)[0] < last]
-        generators = [node for node in later if isinstance(node, ast.GeneratorExp)]
-        region += [inner for node in generators for inner in ast.walk(node) if inner is not node]
+        followed = [node for node in later if isinstance(node, ast.GeneratorExp) or self._is_followed(node)]
+        region += [inner for node in followed for inner in ast.walk(node) if inner is not node]
         try:
             known = self._known_for(region)
         except NotUnderstoodError as error:
             raise NotUnderstoodError(f"between the projections: {error}", error.line) from error
         for node in later:
-            if node not in generators:
+            if node not in followed:
                 raise NotUnderstoodError(f"{shown(node)!r} may run between the projections", positions(node)[0][0])
         self._check_assigned(region, roots, is_split=is_split)
         conditions = [text for text, node in self._ruled_out if self._matters(node, roots)]
@@ -274,15 +274,18 @@ class _Calls:
             NotUnderstoodError: something may write there, whatever they are.
         """
         tensors = self._given()
+        is_again = any(isinstance(each, _LOOPS) for call in self.calls for each in self._ancestors(call))
+        known: Any = {"tensors": tensors, "parts": self.group, "runs": self._before}
+        known["since"] = None if is_again else positions(self.calls[0])[1]
 
         def check_with(values: Iterable[str]) -> None:
-            check(Body(self.method, self.module, values, tensors=tensors, parts=self.group, runs=self._before), region)
+            check(Body(self.method, self.module, values, **known), region)
 
         names: list[str] = []
         try:
             check_with(names)
         except NotUnderstoodError:
-            names = [name for name in parameters_of(self.method.node) if name not in tensors]
+            names = [name for name in parameters_of(self.method.node)[1:] if name not in tensors]
             check_with(names)
             for name in names.copy():  # those without which it isn't known
                 try:
@@ -291,6 +294,10 @@ class _Calls:
                 except NotUnderstoodError:
                     continue
         return names
+
+    def _is_followed(self, node: ast.AST) -> bool:
+        """Whether a function that is defined in the method is looked at with it: its parameters have other names."""
+        return is_plain_function(node) and self._given().isdisjoint(parameters_of(node))  # type: ignore[arg-type]
 
     def _given(self) -> set[str]:
         """The variables that the calls are given, and those that are handed on to them."""
@@ -410,16 +417,21 @@ class _Calls:
         A variable that is assigned something else as well isn't what another one got from it before.
         """
         argument = _argument(call).id
-        found, seen, pending = set[str](), set[str](), [argument]
+        found, seen, pending = set[str](), set[Any](), [(argument, positions(call)[0])]
         while pending:
-            name = pending.pop()
-            if name in seen:
+            name, end = read = pending.pop()
+            if read in seen:
                 continue
-            seen.add(name)
-            values = [_names_of(_value_of(node), self._reached) for node in self._assigned.get(name, ())]
+            seen.add(read)
+            before = [
+                node for node in self._assigned.get(name, ()) if positions(node)[1] <= end or self._is_again(node)
+            ]
+            values = [_names_of(_value_of(node), self._reached) for node in before]
             if not values or None in values or name in parameters_of(self.method.node):
                 found.add(argument if values else name)
-            pending += [each for names in values for each in names or ()]
+            pending += [
+                (each, positions(node)[0]) for node, names in zip(before, values, strict=True) for each in names or ()
+            ]
         return found
 
     # --- what is between them ----------------------------------------------------------------------------------------

@@ -197,6 +197,8 @@ WRITES = [
     "do = self.write_method\ndo({t})",
     "do = writes if {u} is not None else reads\ndo({t})",
 ]
+#: Writes that are allowed where nothing else can hold what is written to: most others never are.
+OPERATORS = ["{t} += 1", "{t} *= {u}", "{t} -= 0.5 * {t}", "{t} @= torch.ones(8, 8).to({t})"]
 #: What binds a name anew.
 REBINDS = [
     "{t} = {t} * 2",
@@ -267,10 +269,12 @@ class _Program:
 
     def source(self) -> str:
         pick = self.random
-        if pick.random() < 0.4:
+        for _ in range(pick.choice([0, 0, 0, 1, 2, 3])):
             self.noise(READS + ALIASES)
         #: what the projections are called with: mostly one name
         given = pick.choice(["x", *self.names]) if pick.random() < 0.5 else "x"
+        if pick.random() < 0.15:
+            given = self.aliased()
         groups = [[part] for part in self.parts]
         if pick.random() < 0.3:
             groups = [self.parts]
@@ -287,8 +291,16 @@ class _Program:
         self.lines.append(f"return {self.result()}")
         return self.module()
 
+    def aliased(self) -> str:
+        """A new name for what another name holds that was computed here: mostly that one is written to then."""
+        made = f"made{self.free}"
+        self.lines.append(f"{made} = {self.random.choice(['x * 2', 'x + x', 'self.norm(x)', 'torch.sigmoid(x)'])}")
+        self.names += [made] * 4
+        self.lines.append(self.random.choice(ALIASES).format(n=f"other{self.free}", t=made, u="x"))
+        return f"other{self.free}"
+
     def between(self) -> list[str]:
-        return self.random.choices([READS, ALIASES, WRITES, REBINDS, MODES], [10, 5, 5, 1, 1])[0]
+        return self.random.choices([READS, ALIASES, WRITES, OPERATORS, REBINDS, MODES], [10, 5, 5, 3, 1, 1])[0]
 
     def project(self, group: list[str], target: str) -> None:
         pick = self.random
