@@ -1,15 +1,26 @@
-"""The parts of a shown value, whatever shows it: tables, notes, bars, code before and after."""
+"""The parts of a shown value, whatever shows it: tables, notes, bars, trees, code before and after."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from patcher.display.tree import ModuleNode
+#: What a text means, for its colour, or that it is a name or an arrow; the text says it too.
+Tone = Literal["", "good", "bad", "warning", "changed", "dim", "name", "code", "made", "arrow"]
+# What moves the cursor, colours or reorders text; a new line and a tab don't.
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
 
-#: What something means, for its colour; the text says it too.
-Tone = Literal["", "good", "bad", "warning", "changed", "dim"]
+
+def visible(text: str) -> str:
+    r"""A text of a stranger (names of classes, keys, files) with its control characters written out.
+
+    >>> visible("weight\x1b[2K\u202e")
+    'weight\\x1b[2K\\u202e'
+    """
+    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class Cell(NamedTuple):
@@ -17,6 +28,20 @@ class Cell(NamedTuple):
 
     text: str
     tone: Tone = ""
+
+
+#: A line that consists of texts.
+Line = Sequence[str | Cell]
+
+
+class Branch(NamedTuple):
+    """A line of a tree, the notes on it, and what is below, which is folded unless it is open."""
+
+    label: Line
+    notes: Sequence[Line] = ()
+    below: Sequence[Branch] = ()
+    is_open: bool = False
+    path: str = ""
 
 
 class Table(NamedTuple):
@@ -32,8 +57,14 @@ class Notes(NamedTuple):
     """Texts of one or more lines under a title."""
 
     title: str
-    texts: Sequence[str]
+    rows: Sequence[str]
     tone: Tone
+
+
+class Code(NamedTuple):
+    """A unified diff, with comments above it."""
+
+    text: str
 
 
 class Bar(NamedTuple):
@@ -55,12 +86,12 @@ class Chart(NamedTuple):
     from zero on.
 
     >>> chart = Chart("", [Bar("a", 1e-7), Bar("b", 0.1)], allowed=1e-5)
-    >>> [round(chart.share(bar.value), 2) for bar in chart.bars], round(chart.share(chart.allowed), 2)
+    >>> [round(chart.share(bar.value), 2) for bar in chart.rows], round(chart.share(chart.allowed), 2)
     ([0.22, 0.89], 0.44)
     """
 
     title: str
-    bars: Sequence[Bar]
+    rows: Sequence[Bar]
     allowed: float
     is_share: bool = False
 
@@ -76,7 +107,7 @@ class Chart(NamedTuple):
     def share(self, value: float) -> float:
         """How much of the whole length the bar of a value has."""
         if self.is_share:
-            return min(1.0, value / max(2 * self.allowed, *(bar.value for bar in self.bars)))
+            return min(1.0, value / max(2 * self.allowed, *(bar.value for bar in self.rows)))
         low, high = math.log10(self.allowed) - 4, max(0.0, math.log10(self.allowed) + 2)
         if not math.isfinite(value):
             return 1.0
@@ -89,19 +120,19 @@ class Chart(NamedTuple):
         return "good" if bar.value <= self.allowed else "bad"  # nan is not
 
 
-class Code(NamedTuple):
-    """Code before and after: where it is, what it was and became, and the unified diff."""
+def blocks(share: float, length: int) -> str:
+    """A bar of block characters.
 
-    where: str
-    was: str
-    becomes: str
-    diff: str
+    >>> blocks(0.3, 4)
+    '█▎'
+    """
+    eighths = round(share * length * 8)
+    return ("█" * (eighths // 8) + _EIGHTHS[eighths % 8]).strip()
 
 
-Part = Table | Notes | Chart | Code | ModuleNode
+Part = Table | Notes | Chart | Code | Branch
 
 
 def is_filled(part: Part) -> bool:
     """Whether there is anything to show."""
-    contents: dict[type, Any] = {Table: "rows", Notes: "texts", Chart: "bars"}
-    return type(part) not in contents or bool(getattr(part, contents[type(part)]))
+    return bool(getattr(part, "rows", True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
-from patcher.display.parts import Cell, Part, is_filled
+from patcher.display.parts import Cell, Part
 from patcher.patterns import compress
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Shown:
     def __rich__(self) -> RenderableType:
         from patcher.display import terminal
 
-        return terminal.rendered(self._headline(), self._verdict(), self._filled())
+        return terminal.rendered(self._headline(), self._verdict(), self._parts())
 
     def __str__(self) -> str:
         from patcher.display import terminal
@@ -54,10 +54,7 @@ class Shown:
     def _repr_html_(self) -> str:
         from patcher.display import page
 
-        return page.rendered(self._headline(), self._verdict(), self._filled())
-
-    def _filled(self) -> list[Part]:
-        return [part for part in self._parts() if is_filled(part)]
+        return page.rendered(self._headline(), self._verdict(), self._parts())
 
 
 def numbered(count: int, what: str) -> str:
@@ -79,6 +76,4 @@ def _plain(value: Any) -> Any:
             return _plain(getattr(value, method)())
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    return value
+    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
+from patcher.display.parts import Branch, Cell, Line, Tone
 from patcher.patterns import compress, inside, is_number, without_numbers
+
+_NUMBERS = re.compile(r"[{\d]")
+#: More modules in a row of which nothing is shown are one line.
+IN_A_ROW = 4
+_ARROW = (" ", Cell("->", "arrow"), " ")
 
 
 class Weights(NamedTuple):
@@ -25,10 +31,29 @@ class Weights(NamedTuple):
     parameters: tuple[str, ...] = ()
     conversion: str = ""
 
-    @property
-    def operations(self) -> str:
-        """What the conversion does, without the names."""
-        return self.conversion.partition(" -> ")[2].partition(" [")[2].removesuffix("]")
+    def line(self) -> Line:
+        """What is shown of it."""
+        keys, parameters = ", ".join(self.keys), ", ".join(self.parameters)
+        if self.what == "converted":
+            operations = self.conversion.partition(" -> ")[2].partition(" [")[2].removesuffix("]")
+            return Cell(keys, "code"), *_ARROW, Cell(parameters, "made"), Cell(f"  {operations}", "dim")
+        how = f": {self.conversion}" if self.conversion else ""
+        tone: Tone = "dim" if self.what in ("new", "dropped") else "bad"
+        return Cell(f"{self.what}:", tone), " ", Cell(parameters or keys, "code"), how
+
+
+def alike_as_one(weights: Iterable[Weights]) -> tuple[Weights, ...]:
+    """Those that differ in numbers alone as one, whose names are folded."""
+    groups: dict[tuple[str, ...], tuple[list[str], list[str]]] = {}
+    for each in weights:
+        alike = (", ".join(dict.fromkeys(map(without_numbers, names))) for names in (each.keys, each.parameters))
+        keys, parameters = groups.setdefault((each.what, each.conversion, *alike), ([], []))
+        keys += each.keys
+        parameters += each.parameters
+    return tuple(
+        Weights(what, tuple(compress(keys)), tuple(compress(parameters)), text)
+        for (what, text, *_), (keys, parameters) in groups.items()
+    )
 
 
 class ModuleNode(NamedTuple):
@@ -68,61 +93,23 @@ class ModuleNode(NamedTuple):
         for child in self.children:
             yield from child.walk()
 
-
-_NUMBERS = re.compile(r"[{\d]")
-#: More modules in a row of which nothing is shown are one line.
-IN_A_ROW = 4
-
-
-def in_rows(children: Iterable[ModuleNode]) -> Iterator[list[ModuleNode]]:
-    """Each module alone, but for long rows of which nothing is shown."""
-    row: list[ModuleNode] = []
-    for child in children:
-        if child.stands_out or child.is_open:
-            yield from _cut(row)
-            row = []
-            yield [child]
-        else:
-            row.append(child)
-    yield from _cut(row)
-
-
-def _cut(row: list[ModuleNode]) -> Iterable[list[ModuleNode]]:
-    return [row] if len(row) > IN_A_ROW else [[each] for each in row]
-
-
-@dataclass(slots=True)
-class _Place:
-    """A module while the tree is built."""
-
-    was: str = ""
-    becomes: str = ""
-    reason: str = ""
-    functions: tuple[tuple[str, str], ...] = ()
-    weights: dict[tuple[object, ...], tuple[list[str], list[str]]] = field(default_factory=dict)
-    children: dict[str, _Place] = field(default_factory=dict)
-
-    def at(self, path: str) -> _Place:
-        place = self
-        for name in path.split(".") if path else ():
-            found = place.children.get(name)
-            if found is None:
-                found = place.children[name] = _Place()
-            place = found
-        return place
-
-    def owner(self, name: str) -> tuple[str, _Place]:
-        """The innermost module with this tensor that is marked already, else the innermost there is."""
-        place, path, owned = self, [], ("", self)
-        for segment in name.split(".")[:-1]:
-            found = place.children.get(segment)
-            if found is None:
-                break
-            place = found
-            path.append(segment)
-            if place.becomes or not owned[1].becomes:
-                owned = ".".join(path), place
-        return owned
+    def branch(self, path: str = "") -> Branch:
+        """What is shown of it, in a module at a path; many modules in a row of which nothing is shown are one line."""
+        path = f"{inside(path)}{self.name}"
+        below: list[Branch] = []
+        for is_loud, run in groupby(self.children, lambda each: each.stands_out or each.is_open):
+            row = list(run)
+            found = [each.branch(path) for each in row]
+            if not is_loud and len(row) > IN_A_ROW:
+                found = [Branch((Cell(", ".join(each.name for each in row), "dim"),), below=found)]
+            below += found
+        name = Cell(self.name, "name" if self.stands_out else "code" if self.is_open else "dim")
+        label: list[str | Cell] = [*([name, "  "] if self.name else ()), Cell(self.was, "dim")]
+        label += [*_ARROW, Cell(self.becomes, "changed")] if self.becomes else ()
+        notes: list[Line] = [("calls ", Cell(old, "code"), *_ARROW, Cell(new, "made")) for old, new in self.functions]
+        notes += [weights.line() for weights in self.weights]
+        notes += [(Cell("not fused:", "warning"), f" {self.reason}")] if self.reason else ()
+        return Branch(label, notes, below, self.is_open, path)
 
 
 def module_tree(
@@ -150,38 +137,57 @@ def module_tree(
         weights: those that aren't read as they are, by their whole names. `kept` ones are conversions of stock, which
             are shown at replaced modules only. What belongs to no module is shown at the model.
     """
-    root = _Place(model)
-    for path, name in modules:
-        root.at(path).was = name
-    for path, was, becomes in changed:
-        place = root.at(path)
-        place.was, place.becomes = was, becomes
-    for path, reason in refused:
-        root.at(path).reason = reason
-    _note_functions(root, list(functions))
+    classes = {"": model} | dict(modules)
+    becomes: dict[str, str] = {}
+    for path, was, new in changed:
+        classes[path], becomes[path] = was, new
+    reasons, calls = dict(refused), tuple(functions)
+    below: dict[str, dict[str, None]] = {}
+    for path in (*classes, *reasons):
+        while path:
+            path, _, name = path.rpartition(".")
+            if name in below.setdefault(path, {}):
+                break
+            below[path][name] = None
+            classes.setdefault(path, "")
+    noted: dict[str, list[Weights]] = {}
     for each in weights:
-        _note_weights(root, each)
-    return _folded("", root)
+        at = _owner((each.parameters or each.keys)[0], classes, becomes)
+        if each.what != "kept" or at in becomes:
+            what = "converted" if each.what == "kept" else each.what
+            keys, parameters = (tuple(_below(name, at) for name in names) for names in (each.keys, each.parameters))
+            noted.setdefault(at, []).append(Weights(what, keys, parameters, each.conversion))
+
+    def folded(name: str, path: str) -> ModuleNode:
+        was = classes.get(path, "")
+        called = tuple((old, new) for old, new, callers in calls if was in callers)
+        found = alike_as_one(noted.get(path, ()))
+        node = ModuleNode(name, was, becomes.get(path, ""), reasons.get(path, ""), called, found)
+        alike: dict[tuple[str, ModuleNode], list[str]] = {}
+        for child in below.get(path, ()):
+            inner = folded(child, inside(path) + child)
+            alike.setdefault(("" if is_number(child) else child, inner._replace(name="")), []).append(inner.name)
+        children = tuple(
+            child._replace(name=compress(names)[0] if len(names) > 1 else names[0])  # most: of one nothing is folded
+            for (_, child), names in alike.items()
+        )
+        is_plain = name and not is_number(name) and not node.stands_out
+        if is_plain and len(children) == 1 and _NUMBERS.match(children[0].name):  # a list that isn't marked itself
+            return children[0]._replace(name=f"{name}.{children[0].name}")
+        return node._replace(children=children)
+
+    return folded("", "")
 
 
-def _note_functions(root: _Place, functions: list[tuple[str, str, tuple[str, ...]]]) -> None:
-    waiting = [root] if functions else []
-    while waiting:
-        place = waiting.pop()
-        place.functions = tuple((name, new) for name, new, callers in functions if place.was in callers)
-        waiting += place.children.values()
-
-
-def _note_weights(root: _Place, weights: Weights) -> None:
-    path, owner = root.owner((weights.parameters or weights.keys)[0])
-    if weights.what == "kept" and not owner.becomes:
-        return
-    keys, parameters = ([_below(name, path) for name in names] for names in weights[1:3])
-    what = "converted" if weights.what == "kept" else weights.what
-    alike = (tuple(dict.fromkeys(map(without_numbers, names))) for names in (keys, parameters))
-    found = owner.weights.setdefault((what, weights.conversion, *alike), ([], []))
-    found[0].extend(keys)
-    found[1].extend(parameters)
+def _owner(name: str, classes: Mapping[str, str], becomes: Mapping[str, str]) -> str:
+    """The innermost module with a tensor that is another one now, else the innermost that there is."""
+    owner = ""
+    for path in accumulate(name.split(".")[:-1], "{}.{}".format):
+        if path not in classes:
+            break
+        if path in becomes or owner not in becomes:
+            owner = path
+    return owner
 
 
 def _below(name: str, path: str) -> str:
@@ -198,30 +204,3 @@ def _below(name: str, path: str) -> str:
             segments[place] = "*"
             del numbers[0]
     return ".".join(segments)
-
-
-def _folded(name: str, place: _Place) -> ModuleNode:
-    node = ModuleNode(
-        name,
-        place.was,
-        place.becomes,
-        place.reason,
-        place.functions,
-        tuple(
-            Weights(str(what), tuple(compress(keys)), tuple(compress(parameters)), str(text))
-            for (what, text, *_), (keys, parameters) in place.weights.items()
-        ),
-    )
-    alike: dict[tuple[str, ModuleNode], list[str]] = {}
-    for called, child in place.children.items():
-        found = _folded(called, child)
-        numbered = is_number(called)
-        alike.setdefault(("" if numbered else called, found._replace(name="")), []).append(found.name)
-    children = tuple(
-        child._replace(name=compress(names)[0] if len(names) > 1 else names[0])  # most: of one name nothing is folded
-        for (_, child), names in alike.items()
-    )
-    is_plain = name and not is_number(name) and not node.stands_out
-    if is_plain and len(children) == 1 and _NUMBERS.match(children[0].name):  # a list that isn't marked itself
-        return children[0]._replace(name=f"{name}.{children[0].name}")
-    return node._replace(children=children)

@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -16,7 +16,7 @@ from patcher.checkpoints.model_classes import config_of, model_class_of
 from patcher.compat.conversions import dot_natural_key
 from patcher.compat.modeling_code import unrebound
 from patcher.construction.in_force import InForce
-from patcher.display.parts import Code
+from patcher.display.parts import Code, visible
 from patcher.display.shown import Shown, numbered
 from patcher.errors import InvalidPatcherError
 from patcher.functions.models import full_name
@@ -28,9 +28,6 @@ from patcher.resolution.resolution import Resolution, resolve_in_force
 from patcher.source.indentation import dedented
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 class ClassDiff(NamedTuple):
@@ -69,7 +66,7 @@ class FunctionDiff(NamedTuple):
 class Diff(Shown):
     """The code of a model as patched against as shipped, as a value.
 
-    `str` is a unified diff; `show()` prints it in colours where that is a terminal, and Jupyter shows it side by side.
+    `str` is a unified diff; `show()` prints it in colours where that is a terminal, and so does Jupyter.
 
     Attributes:
         model: the class of the model.
@@ -86,17 +83,7 @@ class Diff(Shown):
         return any(entry.text for entry in self.classes) or any(entry.text for entry in self.functions)
 
     def __str__(self) -> str:
-        from patcher.display.terminal import unified
-
-        return unified(self._parts()).plain or f"# {self._headline()}"
-
-    def __rich__(self) -> RenderableType:
-        from rich.console import Group
-        from rich.text import Text
-
-        from patcher.display.terminal import unified
-
-        return Group(unified(self._parts()) or Text(f"# {self._headline()}"))
+        return visible("\n\n".join(part.text for part in self._parts())) or f"# {self._headline()}"
 
     def _headline(self) -> str:
         kinds = ((len(self.classes), "class"), (len(self.functions), "function"))
@@ -104,10 +91,10 @@ class Diff(Shown):
         return f"{self.model}: {' and '.join(parts) or 'no class is'} replaced"
 
     def _parts(self) -> Iterator[Code]:
-        for entry in self.classes:
-            yield Code(", ".join(path or "(the model)" for path in entry.modules), *entry[1:])
-        for each in self.functions:
-            yield Code(f"called by {', '.join(each.callers)}", *each[1:])
+        named = [(", ".join(path or "(the model)" for path in each.modules), *each[1:]) for each in self.classes]
+        named += [(f"called by {', '.join(each.callers)}", *each[1:]) for each in self.functions]
+        for where, was, becomes, text in named:
+            yield Code(f"# {where}\n{text or f'# {was} -> {becomes}: the same code'}")
 
 
 def diff(
@@ -154,11 +141,14 @@ def diff(
         raise not_a_patcher("diff(model, {})", patcher)
     install()
     record = record_of(model) if isinstance(model, nn.Module) else None
-    if patcher is None and record is None and not isinstance(model, nn.Module):
+    if patcher is not None:
+        in_force: tuple[InForce, ...] = (InForce(patcher, "diff()"),)
+    elif isinstance(model, nn.Module):
+        in_force = record.in_force if record is not None else ()
+    else:
         raise InvalidPatcherError(
             f"diff needs a patcher for {model!r}, which isn't loaded; write diff(model, Patcher(...))."
         )
-    in_force = (InForce(patcher, "diff()"),) if patcher is not None else record.in_force if record is not None else ()
     if isinstance(model, type) and issubclass(model, PreTrainedModel):
         if model.config_class is None:
             raise InvalidPatcherError(f"{model.__name__} has no config class; write diff(config, patcher).")
@@ -173,26 +163,27 @@ def diff(
 
 
 def _classes(resolution: Resolution) -> Iterator[ClassDiff]:
-    fusions = {path: str(fusion) for fusion, paths in resolution.fusion_plan.by_fusion.items() for path in paths}
-    built = {**resolution.replaced, **resolution.fused}
+    fusions, built = resolution.fusion_plan.by_path, {**resolution.replaced, **resolution.fused}
     grouped: dict[tuple[type[nn.Module], type[nn.Module], str], list[str]] = {}
     for path in sorted(built, key=dot_natural_key):
-        kind = unrebound(resolution.original_classes[path]), built[path], fusions.get(path, "")
+        kind = unrebound(resolution.original_classes[path]), built[path], str(fusions.get(path, ""))
         grouped.setdefault(kind, []).append(path)
     for (original, replacement, fusion), paths in grouped.items():
-        was = _where(original)
-        becomes = f"{was}, fused by {fusion!r}" if fusion else _where(replacement)
-        before, after = (text.splitlines() for text in composed(original, replacement))
-        lines = difflib.unified_diff(before, after, was, becomes, lineterm="")
-        yield ClassDiff(tuple(compress(paths)), was, becomes, "\n".join(lines))
+        was = _named(original)
+        becomes = f"{was}, fused by {fusion!r}" if fusion else _named(replacement)
+        text = _unified(was, becomes, *composed(original, replacement))
+        yield ClassDiff(tuple(compress(paths)), was, becomes, text)
 
 
 def _functions(resolution: Resolution) -> Iterator[FunctionDiff]:
     for each in resolution.functions.replaced:
-        was, becomes = (full_name(function).replace(":", ".") for function in (each.original, each.replacement))
-        before, after = (_text(function).splitlines() for function in (each.original, each.replacement))
-        lines = difflib.unified_diff(before, after, was, becomes, lineterm="")
-        yield FunctionDiff(each.callers, was, becomes, "\n".join(lines))
+        was, becomes = _named(each.original), _named(each.replacement)
+        text = _unified(was, becomes, _text(each.original), _text(each.replacement))
+        yield FunctionDiff(each.callers, was, becomes, text)
+
+
+def _unified(was: str, becomes: str, before: str, after: str) -> str:
+    return "\n".join(difflib.unified_diff(before.splitlines(), after.splitlines(), was, becomes, lineterm=""))
 
 
 def _text(function: Any) -> str:
@@ -202,5 +193,5 @@ def _text(function: Any) -> str:
         return f"# the source of {full_name(function)} can't be read"
 
 
-def _where(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+def _named(code: Any) -> str:
+    return full_name(code).replace(":", ".")

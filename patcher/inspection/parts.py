@@ -13,7 +13,10 @@ from patcher.compat.models import named_modules, stock_class
 from patcher.display.parts import Notes, Part, Table
 from patcher.display.shown import Shown, numbered
 from patcher.display.tree import ModuleNode, Weights, module_tree
+from patcher.layouts.conversion import Converted
+from patcher.layouts.transforms import describe
 from patcher.loading.record import PatchedModule, PatchRecord
+from patcher.loading.routes import Route
 from patcher.patterns import in_state_dict, inside
 from patcher.spec.forward_of import shown_name
 
@@ -71,13 +74,10 @@ class Patched(Shown):
         if len(self.patchers) > 1:  # who wins: the first row
             yield Table("Patchers", ("in force by", "patcher"), [(origin, text) for text, origin in self.patchers])
         shown: set[str] = set()
-        called: set[tuple[str, str]] = set()
         if self.tree is not None:
-            yield self.tree
+            yield self.tree.branch()
             for node in self.tree.walk():
                 shown.update(weights.conversion for weights in node.weights if weights.what == "converted")
-                called.update(node.functions)
-        elsewhere = [each for each in self.functions if each[:2] not in called]
         # Exact names and paths say themselves what they match.
         rules = [
             row
@@ -85,9 +85,6 @@ class Patched(Shown):
             if "[like(" in row[0] or (row[0].startswith("class_mapping") and row[0] != f"class_mapping[{row[1][0]!r}]")
         ]
         yield Table("Rules", ("key", "matches"), [(rule, ", ".join(names)) for rule, names in rules])
-        yield Table(
-            "Functions", ("function", "is", "called by"), [(*each[:2], ", ".join(each[2])) for each in elsewhere]
-        )
         rows = [
             ("dropped", text, f"by {filtered!r}" if filtered else "an added one takes its tensors")
             for text, filtered in self.conversions_dropped
@@ -96,42 +93,65 @@ class Patched(Shown):
         yield Table("Conversions", ("", "conversion", takes), rows)
 
 
-def of_modules(
-    built: nn.Module, record: PatchRecord, replaced: Iterable[PatchedModule], weights: Iterable[Weights], model: str
+def of_record(
+    model: str, built: nn.Module, record: PatchRecord, routes: Iterable[Route], amiss: Iterable[Weights] = ()
 ) -> dict[str, Any]:
-    """The fields of a report or a plan that say what becomes of the modules of a model, which is of this class."""
+    """The fields of a report or a plan that follow from what a load has put down, or would.
+
+    Args:
+        model: the class of the model.
+        built: the model, or its skeleton.
+        routes: those of the load.
+        amiss: the weights that don't fit.
+    """
     names = [(in_state_dict(path), stock_class(module).__qualname__) for path, module in named_modules(built)]
     callers = {name for _, _, classes in record.functions for name in classes}
-    rows, fused, refused = rows_of_classes(replaced), rows_of_classes(record.fused), tuple(record.refused.items())
-    changed = [*rows, *fused]
-    tree = module_tree(model, names, changed=changed, refused=refused, functions=record.functions, weights=weights)
+    replaced, fused, refused = _rows(record.replaced), _rows(record.fused), tuple(record.refused.items())
+    weights = list(amiss)
+    for each in routes:
+        if each.text:
+            is_stock = isinstance(each.layout, Converted) and not each.by
+            weights.append(Weights("kept" if is_stock else "converted", each.keys, each.parameters, each.text))
+    weights += [Weights("new", (), (name,)) for name in record.new_weights]
+    weights += [Weights("dropped", (key,)) for key in record.dropped_weights]
     return {
         "model": model,
-        "replaced": rows,
+        "patchers": tuple((repr(entry.patcher), entry.origin) for entry in record.in_force),
+        "replaced": replaced,
         "fused": fused,
         "refused": refused,
         "functions": record.functions,
         "calling": sum(name in callers for _, name in names),
         "rules": record.rules,
-        "tree": tree,
+        "conversions_dropped": tuple((describe(transform), text) for transform, text in record.dropped),
+        "new_weights": record.new_weights,
+        "dropped_weights": record.dropped_weights,
+        "tree": module_tree(
+            model,
+            names,
+            changed=[*replaced, *fused],
+            refused=refused,
+            functions=record.functions,
+            weights=weights,
+        ),
     }
 
 
-def converted_by_layouts(record: PatchRecord) -> Iterator[Weights]:
+def added_by(record: PatchRecord) -> list[str]:
+    """The conversions that come in front of those of transformers, those of fusions included."""
+    added = [describe(transform) for transform in (*record.added, *record.fusion_transforms)]
+    return list(dict.fromkeys([*added, *(route.text for route in routes_of_fusions(record))]))
+
+
+def routes_of_fusions(record: PatchRecord) -> Iterator[Route]:
     """What fusions make of the parameters of each module."""
     for module in record.modules:
         for each in module.layouts:
             stock, fused = (tuple(inside(module.path) + name for name in names) for names in (each.stock, each.fused))
-            yield Weights("converted", stock, fused, str(each))
+            yield Route(stock, fused, each)
 
 
-def converted_in_load(record: PatchRecord) -> Iterator[Weights]:
-    """What conversions of patchers have made in a load."""
-    for route in record.routes:
-        yield Weights("converted" if route.by else "kept", route.keys, route.parameters, route.text)
-
-
-def rows_of_classes(modules: Iterable[PatchedModule]) -> tuple[tuple[str, str, str], ...]:
+def _rows(modules: Iterable[PatchedModule]) -> tuple[tuple[str, str, str], ...]:
     """(path, original, replacement), in the order of the layers."""
     ordered = sorted(modules, key=lambda each: dot_natural_key(each.path))
     return tuple((each.path, each.original.__qualname__, shown_name(each.replacement)) for each in ordered)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
@@ -17,22 +17,22 @@ from patcher.compat.models import named_modules, state_tensors
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.in_force import in_force_for
 from patcher.display.parts import Cell, Notes, Part, Table
-from patcher.display.tree import Weights
+from patcher.display.tree import Weights, alike_as_one
 from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError
 from patcher.fusions.config import with_fusion_names
-from patcher.inspection.parts import Patched, converted_by_layouts, of_modules
+from patcher.inspection.parts import Patched, added_by, of_record, routes_of_fusions
 from patcher.inspection.signatures import misfits
-from patcher.inspection.unseen import Unseen, table_of, unseen
+from patcher.inspection.unseen import Unseen, unseen
 from patcher.integrations import install
-from patcher.layouts.conversion import Converted
 from patcher.layouts.transforms import describe
 from patcher.loading.findings import Diagnostics, ordered
 from patcher.loading.hooks.loads import dry_run
 from patcher.loading.layout_on_disk import fusions_of_layout
-from patcher.loading.load import Constructed, DryRun, Loaded, Request, Selected
+from patcher.loading.load import Constructed, DryRun, Loaded, Selected
+from patcher.loading.read import ExpectedInfo
 from patcher.loading.record import PatchedModule, PatchRecord
-from patcher.loading.routes import Route, Routing
-from patcher.patterns import compress, without_numbers
+from patcher.loading.routes import Routing
+from patcher.patterns import compress
 from patcher.resolution.resolution import skeleton
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
@@ -96,7 +96,8 @@ class Plan(Patched):
         used = [("added", text, ", ".join(keys) or "-") for text, keys in self.conversions_added]
         used += [("kept", text, ", ".join(keys)) for text, keys in self.conversions_kept]
         yield from self._patched_parts("takes", used)
-        yield table_of(self.unseen)
+        rows = [(what, ", ".join(names), "patcher.verify(model, patcher)") for what, names in self.unseen]
+        yield Table("Not seen by a load", ("what", "parameters", "seen by"), rows)
         yield Table(
             "Checkpoint",
             ("checkpoint keys", "parameters"),
@@ -151,14 +152,11 @@ def plan(
     except PatcherError:
         raise
     except Exception as error:  # of files that anyone may have written, so of any kind
+        named = type(model).__name__ if isinstance(model, PretrainedConfig) else model
         raise InvalidPatcherError(
-            f"{_short(model)} can't be planned, and a load of it would fail as well: {type(error).__name__}: "
+            f"{named} can't be planned, and a load of it would fail as well: {type(error).__name__}: "
             f"{str(error)[:2000]}"
         ) from error
-
-
-def _short(model: Any) -> str:
-    return type(model).__name__ if isinstance(model, PretrainedConfig) else str(model)
 
 
 def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, options: Mapping[str, Any]) -> Plan:
@@ -167,54 +165,83 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
     config = config_of(model, options)
     headers, layout = _headers(model, checkpoint, config, options)
     cls = model_class_of(config, model_class, model, options)
-    tensors, unknown = _completed(headers, cls, config) if headers is not None else ({}, frozenset[str]())
-    run = DryRun(
-        unknown,
-        has_checkpoint=headers is not None,
-        files=headers.files if headers is not None else (),
-        runtime_layout=bool(layout),
-    )
+    if headers.unknown:
+        headers = _completed(headers, skeleton(cls, config))
+    run = DryRun(headers.unknown, has_checkpoint=bool(headers.where), files=headers.files, runtime_layout=bool(layout))
     for_the_load = {name: value for name, value in options.items() if name not in PLACES}
     if layout:  # the layout of the weights decides
         given = options.get("fusion_config") or getattr(config, "fusion_config", None)
         for_the_load["fusion_config"] = with_fusion_names(given, layout)
     install()
-    load, error = dry_run(cls, patcher, tensors, run, config=config, **for_the_load)
-    constructed = load if isinstance(load, Constructed) else None
-    in_force = load.in_force if load is not None else in_force_for(patcher)[0]
-    built = constructed.model if constructed is not None else skeleton(cls, config)
-    if constructed is not None:
-        record, replaced = constructed.record, constructed.record.replaced
+    load, error = dry_run(cls, patcher, headers.tensors, run, config=config, **for_the_load)
+    if isinstance(load, Constructed):
+        built, record, diagnostics = load.model, load.record, load.diagnostics
+        name = type(built).__name__
     else:  # it was never built: what would have been replaced follows from the stock model
-        record, replaced = PatchRecord(type(built), ()), _named(built, ClassRules(in_force))
-    found = misfits(built, replaced, built=constructed is not None)
-    read = _conversions_and_weights(load, unknown)
-    name = (type(built) if constructed is not None else cls).__name__
-    seen: Unseen = ()
-    if isinstance(load, Loaded):
-        paths = [each.path for each in load.record.replaced]
-        seen = unseen(load.routing.routes, replaced=paths, tensors=tensors, parameters=state_tensors(built))
+        in_force = load.in_force if load is not None else in_force_for(patcher)[0]
+        built, diagnostics = skeleton(cls, config), Diagnostics()
+        record, name = PatchRecord(type(built), in_force, _named(built, ClassRules(in_force))), cls.__name__
+    if isinstance(load, Selected):
+        record = replace(record, dropped=load.conversions.dropped)
+    routing = load.routing if isinstance(load, Loaded) else Routing()
+    info = load.info if isinstance(load, Loaded) else ExpectedInfo(routing)
+    missing, left_over = ordered(info.missing_keys), ordered(info.unexpected_keys)
+    mismatched = sorted(info.mismatched_keys)
+    amiss = [Weights("missing", (), (name,)) for name in ordered({*missing} - {*record.new_weights})]
+    amiss += [Weights("left over", (key,)) for key in ordered({*left_over} - {*record.dropped_weights})]
+    amiss += [Weights("wrong shape", (), (name,), f"{tuple(is_)}, not {tuple(own)}") for name, is_, own in mismatched]
+    found = misfits(built, record.replaced, built=isinstance(load, Constructed))
+    problems = [str(each) for each in (*diagnostics.errors, error) if each is not None]
+    problems = problems or _raised_by_stock(info, mismatched if not options.get("ignore_mismatched_sizes") else [])
+    problems += [
+        f"{name}.{method} doesn't fit a call of it, {where}: {problem}. Give it the parameters of what it replaces."
+        for name, method, where, problem in found
+    ]
+    keys_of: dict[str, list[str]] = {}
+    for route in routing.routes:
+        for text in {*(describe(each.transform) for each in route.by), route.text}:
+            keys_of.setdefault(text, []).extend(route.keys)
+    added = added_by(record)
+    weights = alike_as_one(Weights("", route.keys, route.parameters, route.text) for route in routing.routes)
     return Plan(
-        **of_modules(built, record, replaced, _weights_of_modules(load, read), name),
-        **read,
-        checkpoint=headers.where if headers is not None else "",
-        patchers=tuple((repr(entry.patcher), entry.origin) for entry in in_force),
-        unseen=seen,
+        **of_record(name, built, record, routing.routes or routes_of_fusions(record), amiss),
+        checkpoint=headers.where,
+        conversions_added=tuple((text, tuple(compress(keys_of.get(text, ())))) for text in added),
+        conversions_kept=tuple(
+            (text, tuple(compress(keys_of.get(text, ())))) for text in map(describe, routing.used) if text not in added
+        ),
+        weights=tuple((each.keys, each.parameters, each.conversion) for each in weights),
+        missing=missing,
+        left_over=left_over,
+        wrong_shape=tuple((name, str(tuple(is_)), str(tuple(own))) for name, is_, own in mismatched),
+        unseen=unseen(routing.routes, record, tensors=headers.tensors, parameters=state_tensors(built)),
+        unknown_shapes=sum(key in headers.unknown for route in routing.routes for key in route.keys),
         misfits=found,
-        **_judgement(load, error, found, any_size=bool(options.get("ignore_mismatched_sizes"))),
+        problems=tuple(problems),
+        warnings=diagnostics.warnings,
     )
+
+
+def _raised_by_stock(info: Any, mismatched: Iterable[tuple[str, Any, Any]]) -> list[str]:
+    """What transformers would raise of the weights, if anything."""
+    head = "Shapes differ, and transformers would raise a RuntimeError:"
+    reasons = [f"{name}: found {tuple(found)}, expected {tuple(own)}" for name, found, own in mismatched]
+    if info.conversion_errors:
+        head = "Conversions fail, for which transformers would raise a RuntimeError:"
+        reasons = [f"{name}: {text.strip().splitlines()[-1]}" for name, text in info.conversion_errors.items()]
+    return ["\n  ".join([head, *reasons[:8]])] if reasons else []
 
 
 def _headers(
     model: Any, checkpoint: Any, config: PretrainedConfig, options: Mapping[str, Any]
-) -> tuple[Headers | None, list[str]]:
-    """The headers of the checkpoint, and the fusions of the runtime layout that it is in."""
+) -> tuple[Headers, list[str]]:
+    """The headers of the checkpoint, of nowhere if there is none, and the fusions of the runtime layout it is in."""
     if options.get("gguf_file"):
         raise InvalidPatcherError("plan can't read GGUF files; load the model, save it, and plan that folder.")
     if isinstance(checkpoint, Mapping):
         return headers_of_mapping(checkpoint), []
     if checkpoint is None and isinstance(model, PretrainedConfig):
-        return None, []
+        return Headers("", {}), []
     places = {name: value for name, value in options.items() if name in PLACES}
     source = model if checkpoint is None else checkpoint
     layout = fusions_of_layout(source, places, places.get("variant"))
@@ -225,106 +252,15 @@ def _headers(
     return headers_of(source, **(places | {"variant": VARIANT} if layout else places)), layout
 
 
-def _completed(
-    headers: Headers, cls: type[PreTrainedModel], config: PretrainedConfig
-) -> tuple[dict[str, Any], frozenset[str]]:
-    """The tensors of a checkpoint, with the shapes that the stock model saves where no others were given."""
-    if not headers.unknown:
-        return dict(headers.tensors), headers.unknown
-    stock = skeleton(cls, config)
+def _completed(headers: Headers, stock: PreTrainedModel) -> Headers:
+    """With the shapes that the stock model saves, where no others were given."""
     saved = stock_revert(stock, dict(stock.state_dict()))
     found = {key: saved.get(with_model_prefix(key, stock, saved)) for key in headers.unknown}
     known = {key: tensor for key, tensor in found.items() if tensor is not None}
-    return {**headers.tensors, **known}, frozenset(found.keys() - known.keys())
+    return replace(headers, tensors={**headers.tensors, **known}, unknown=headers.unknown - known.keys())
 
 
-def _conversions_and_weights(load: Request | None, unknown: frozenset[str]) -> dict[str, Any]:
-    """The fields of a plan that say what becomes of the checkpoint."""
-    if not isinstance(load, Selected):
-        return {}
-    routing = load.routing if isinstance(load, Loaded) else Routing()
-    weights = _collapsed(routing.routes)
-    keys_of: dict[str, list[str]] = {}
-    for route in routing.routes:
-        for text in dict.fromkeys([*(describe(each.transform) for each in route.by), _conversion(route)[0]]):
-            keys_of.setdefault(text, []).extend(route.keys)
-    added = dict.fromkeys(describe(each.transform) for each in load.conversions.added)
-    layouts = dict.fromkeys(str(layout) for module in load.record.modules for layout in module.layouts)
-    fields: dict[str, Any] = {
-        "conversions_dropped": tuple((describe(transform), text) for transform, text in load.conversions.dropped),
-        "conversions_added": tuple((text, tuple(compress(keys_of.get(text, ())))) for text in [*added, *layouts]),
-    }
-    if not isinstance(load, Loaded):
-        return fields
-    info = load.info
-    kept = [describe(each) for each in routing.used]
-    return fields | {
-        "conversions_kept": tuple(
-            (text, tuple(compress(keys_of.get(text, ())))) for text in kept if text not in added
-        ),
-        "weights": weights,
-        "missing": ordered(info.missing_keys),
-        "left_over": ordered(info.unexpected_keys),
-        "wrong_shape": tuple(
-            (name, str(tuple(found)), str(tuple(expected))) for name, found, expected in sorted(info.mismatched_keys)
-        ),
-        "new_weights": load.record.new_weights,
-        "dropped_weights": load.record.dropped_weights,
-        "unknown_shapes": sum(key in unknown for route in routing.routes for key in route.keys),
-    }
-
-
-def _weights_of_modules(load: Request | None, fields: Mapping[str, Any]) -> Iterator[Weights]:
-    """What becomes of the tensors that aren't read as they are."""
-    if isinstance(load, Loaded):
-        for route in load.routing.routes:
-            text, is_ours = _conversion(route)
-            if text:
-                yield Weights("converted" if is_ours else "kept", route.keys, route.parameters, text)
-    elif isinstance(load, Constructed):
-        yield from converted_by_layouts(load.record)
-    new, dropped = (set(fields.get(name, ())) for name in ("new_weights", "dropped_weights"))
-    for name in fields.get("missing", ()):
-        yield Weights("new" if name in new else "missing", (), (name,))
-    for key in fields.get("left_over", ()):
-        yield Weights("dropped" if key in dropped else "left over", (key,))
-    for name, found, wanted in fields.get("wrong_shape", ()):
-        yield Weights("wrong shape", (), (name,), f"{found}, not {wanted}")
-
-
-def _conversion(route: Route) -> tuple[str, bool]:
-    """The conversion of a route, "" if there is none, and whether it is none of stock's."""
-    return route.text, bool(route.by) or (route.layout is not None and not isinstance(route.layout, Converted))
-
-
-def _judgement(
-    load: Request | None,
-    error: PatcherError | None,
-    misfits_found: Iterable[tuple[str, str, str, str]],
-    *,
-    any_size: bool,
-) -> dict[str, Any]:
-    """What the load would raise, the first error first, and what it would warn of."""
-    diagnostics = load.diagnostics if isinstance(load, Constructed) else Diagnostics()
-    problems = [str(each) for each in (*diagnostics.errors, error) if each is not None]
-    if isinstance(load, Loaded) and not problems:
-        errors, mismatched = load.info.conversion_errors, sorted(load.info.mismatched_keys)
-        if errors:
-            head = "Conversions fail, for which transformers would raise a RuntimeError:"
-            reasons = [f"{name}: {text.strip().splitlines()[-1]}" for name, text in errors.items()]
-        else:
-            head = "Shapes differ, and transformers would raise a RuntimeError:"
-            reasons = [f"{name}: found {tuple(found)}, expected {tuple(wanted)}" for name, found, wanted in mismatched]
-        if errors or (mismatched and not any_size):
-            problems.append("\n  ".join([head, *reasons[:8]]))
-    problems += [
-        f"{name}.{method} doesn't fit a call of it, {where}: {problem}. Give it the parameters of what it replaces."
-        for name, method, where, problem in misfits_found
-    ]
-    return {"problems": tuple(problems), "warnings": diagnostics.warnings}
-
-
-def _named(model: PreTrainedModel, rules: ClassRules) -> list[PatchedModule]:
+def _named(model: PreTrainedModel, rules: ClassRules) -> tuple[PatchedModule, ...]:
     """What mappings would put in place of the modules that they name."""
     found = []
     for path, module in named_modules(model):
@@ -334,18 +270,4 @@ def _named(model: PreTrainedModel, rules: ClassRules) -> list[PatchedModule]:
             continue
         if match is not None and match.replacement is not type(module):
             found.append(PatchedModule(path, type(module), match.replacement))
-    return found
-
-
-def _collapsed(routes: Iterable[Route]) -> tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...]:
-    """(checkpoint keys, parameters, conversion), with those as one that differ in numbers alone."""
-    groups: dict[tuple[Any, ...], tuple[list[str], list[str]]] = {}
-    for route in routes:
-        text, _ = _conversion(route)
-        alike = (tuple(dict.fromkeys(map(without_numbers, names))) for names in (route.keys, route.parameters))
-        keys, parameters = groups.setdefault((*alike, text), ([], []))
-        keys += route.keys
-        parameters += route.parameters
-    return tuple(
-        (tuple(compress(keys)), tuple(compress(parameters)), group[-1]) for group, (keys, parameters) in groups.items()
-    )
+    return tuple(found)

@@ -12,11 +12,10 @@ from transformers import PreTrainedModel
 
 from patcher.compat.conversions import source_patterns, used_conversions
 from patcher.display.parts import Part, Table
-from patcher.display.tree import Weights
 from patcher.errors import InvalidPatcherError
-from patcher.inspection.parts import Patched, converted_by_layouts, converted_in_load, of_modules
+from patcher.inspection.parts import Patched, added_by, of_record, routes_of_fusions
 from patcher.layouts.transforms import describe
-from patcher.loading.record import PatchRecord, record_of
+from patcher.loading.record import record_of
 
 
 @dataclass(frozen=True)
@@ -91,35 +90,22 @@ def report(model: PreTrainedModel) -> Report:
     if not isinstance(model, nn.Module):
         raise InvalidPatcherError(f"report takes a model, found {model!r}; write report(model).")
     record = record_of(model)
-    return Report(type(model).__name__) if record is None else _report(model, record)
-
-
-def _report(model: nn.Module, record: PatchRecord) -> Report:
+    if record is None:
+        return Report(type(model).__name__)
     made = Counter[str]()
     for route in record.routes:
         for text in {describe(each.transform) for each in route.by}:
             made[text] += len(route.parameters)
     kept = used_conversions(model) if record.read and isinstance(model, PreTrainedModel) else ()
     fired = [*made.items(), *((describe(each), 0) for each in kept)]
-    layouts = Counter(str(layout) for module in record.modules for layout in module.layouts)
-    fired += layouts.items() if record.read else ()
-    weights = [*converted_by_layouts(record), *converted_in_load(record)]
-    weights += [Weights("new", (), (name,)) for name in record.new_weights]
-    weights += [Weights("dropped", (key,)) for key in record.dropped_weights]
+    fused = list(routes_of_fusions(record))
+    fired += Counter(route.text for route in fused).items() if record.read else ()
+    joining = {describe(each) for each in record.added if len(source_patterns(each)) > 1}
     return Report(
-        **of_modules(model, record, record.replaced, weights, type(model).__name__),
-        patchers=tuple((repr(entry.patcher), entry.origin) for entry in record.in_force),
-        conversions_dropped=tuple((describe(transform), text) for transform, text in record.dropped),
-        conversions_added=tuple(describe(transform) for transform in [*record.added, *record.fusion_transforms])
-        + tuple(layouts),
+        **of_record(type(model).__name__, model, record, [*fused, *record.routes]),
+        conversions_added=tuple(added_by(record)),
         conversions_fired=tuple(fired),
-        new_weights=record.new_weights,
-        dropped_weights=record.dropped_weights,
-        unchecked=tuple(
-            describe(transform)
-            for transform in record.added
-            if len(source_patterns(transform)) > 1 and describe(transform) in dict(fired)
-        ),
+        unchecked=tuple(text for text, _ in fired if text in joining),
         seconds=tuple(record.seconds.items()),
         warnings=record.warnings,
     )

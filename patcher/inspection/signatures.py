@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
 from pathlib import Path
 
 from torch import nn
 
 from patcher.compat.models import named_modules
 from patcher.loading.record import PatchedModule
-from patcher.source.call_sites import CallSites, calls_of_child, shortened, signature_of, why_unfit
+from patcher.source.call_sites import Function, calls_of_child, methods_of, shortened, why_unfit
 from patcher.spec.forward_of import shown_name
 
-Classes = tuple[type[nn.Module], type[nn.Module]]
-#: whether it is a list of them, original and replacement
-Held = tuple[bool, Classes]
+#: What a module holds under a name: whether it is a list of them, the original class and the replacement.
+Held = tuple[bool, type[nn.Module], type[nn.Module]]
 
 
 def misfits(
@@ -35,59 +32,40 @@ def misfits(
     Returns:
         (replacement, method, where it is called and how, why it doesn't fit) of each.
     """
-    found: dict[tuple[str, str, str, str], None] = {}
-    for parent, held in _parents(model, replaced).items():
-        for base in parent.__mro__:
-            sites = _sites(base.__module__)
-            for call, (original, new), method, caller in _calls(sites, base.__name__, held) if sites else ():
-                if built and method == "__init__":
-                    continue
-                before, after = signature_of(getattr(original, method)), signature_of(getattr(new, method))
-                if before is not None and (problem := why_unfit(call, before, after, True)):
-                    file = Path(getattr(sys.modules[base.__module__], "__file__", None) or base.__module__).name
-                    line = f"line {call.lineno} of {file}"
-                    where = f"{base.__name__}.{caller}, {line}: {shortened(call)}"
-                    found[shown_name(new), method, where, problem] = None
-    return tuple(found)
-
-
-def _calls(
-    sites: CallSites, owner: str, held: Mapping[str, set[Held]]
-) -> Iterator[tuple[ast.Call, Classes, str, str]]:
-    """Each call that makes or runs a replaced module, its classes, the method called, and the one it is in."""
-    classes = {pair: None for each in held.values() for _, pair in each}
-    for call, name, caller in sites.constructions(owner):
-        for pair in classes:
-            if pair[0].__name__ == name:
-                yield call, pair, "__init__", caller
-    for caller, method in sites.methods(owner).items():
-        for name, each in held.items():
-            for listed, pair in each:
-                for call in calls_of_child(method, name, listed):
-                    yield call, pair, "forward", caller
-
-
-def _parents(model: nn.Module, replaced: Iterable[PatchedModule]) -> dict[type[nn.Module], dict[str, set[Held]]]:
-    """class of a parent -> attribute -> what it holds."""
     modules = dict(named_modules(model))
-    found: dict[type[nn.Module], dict[str, set[Held]]] = {}
+    parents: dict[type[nn.Module], dict[str, set[Held]]] = {}
     for each in replaced:
         parent, _, name = each.path.rpartition(".")
         listed = name.isdigit()
         if listed:
             parent, _, name = parent.rpartition(".")
         if each.path and parent in modules:
-            held = found.setdefault(type(modules[parent]), {}).setdefault(name, set())
-            held.add((listed, (each.original, each.replacement)))
-    return found
+            held = parents.setdefault(type(modules[parent]), {}).setdefault(name, set())
+            held.add((listed, each.original, each.replacement))
+    found: dict[tuple[str, str, str, str], None] = {}
+    for cls, held_by_name in parents.items():
+        for base in cls.__mro__:
+            for caller in methods_of(base) if not base.__module__.startswith(("torch.", "builtins")) else ():
+                for call, original, new, method in _calls(caller, held_by_name):
+                    if built and method == "__init__":
+                        continue
+                    if problem := why_unfit(call, getattr(original, method), getattr(new, method)):
+                        file = Path(sys.modules[base.__module__].__file__ or "").name
+                        where = f"{base.__name__}.{caller.name}, line {call.lineno} of {file}: {shortened(call)}"
+                        found[shown_name(new), method, where, problem] = None
+    return tuple(found)
 
 
-@lru_cache(maxsize=64)
-def _sites(module: str) -> CallSites | None:
-    """The calls of a file, None where there is none: what was typed into a prompt can't be read."""
-    if module.startswith("torch.") or module == "builtins" or module not in sys.modules:
-        return None
-    try:
-        return CallSites(ast.parse(inspect.getsource(sys.modules[module])))
-    except (OSError, TypeError, SyntaxError):
-        return None
+def _calls(
+    caller: Function, held: Mapping[str, set[Held]]
+) -> Iterator[tuple[ast.Call, type[nn.Module], type[nn.Module], str]]:
+    """Each call in a method that makes or runs a replaced module, its classes, and the method called."""
+    made = {each[1:] for pairs in held.values() for each in pairs}
+    for call in ast.walk(caller):
+        for original, new in made:
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") == original.__name__:
+                yield call, original, new, "__init__"
+    for name, pairs in held.items():
+        for listed, original, new in pairs:
+            for call in calls_of_child(caller, name, listed):
+                yield call, original, new, "forward"

@@ -8,32 +8,22 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from collections.abc import Iterator
 from typing import Any
 
+from patcher.source.reading import file_tree
 from patcher.source.scopes import top_level
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-class CallSites:
-    """The classes of one file, and what builds them."""
-
-    def __init__(self, tree: ast.Module) -> None:
-        self.classes = {node.name: node for node in top_level(tree.body) if isinstance(node, ast.ClassDef)}
-
-    def methods(self, owner: str) -> dict[str, Function]:
-        """The methods in the body of a class."""
-        node = self.classes.get(owner)
-        return {part.name: part for part in top_level(node.body) if isinstance(part, _FUNCTIONS)} if node else {}
-
-    def constructions(self, owner: str) -> Iterator[tuple[ast.Call, str, str]]:
-        """Each call in a class that makes an object of a class of the file, that class, and the method it is in."""
-        for name, method in self.methods(owner).items():
-            for call in ast.walk(method):
-                if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in self.classes:
-                    yield call, call.func.id, name
+def methods_of(cls: type) -> Iterator[Function]:
+    """The methods in the body of a class of a file; none where there is no file, as for what was typed in a prompt."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    for node in top_level(file_tree(file or "").body):
+        if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
+            yield from (part for part in top_level(node.body) if isinstance(part, Function))
 
 
 def calls_of_child(function: Function, name: str, listed: bool) -> list[ast.Call]:
@@ -66,42 +56,28 @@ def _elements(function: Function, name: str) -> set[str]:
     return found
 
 
-def why_unfit(call: ast.Call, original: Function | None, patched: Function | None, bound: bool) -> str:
-    """Why the arguments of a call don't fit what was patched, empty if they do or if that can't be known.
+def why_unfit(call: ast.Call, original: Any, patched: Any) -> str:
+    """Why the arguments of a call fit a method, and not what is in its place; empty if that isn't so, or isn't known.
 
-    What didn't fit the original either isn't reported: a decorator takes arguments out of the call, or adds some.
+    What doesn't fit the original isn't reported: a decorator takes arguments out of the call, or adds some.
     """
-    if patched is None or (original is not None and _why_unfit(call, original, bound)):
+    return "" if _why_unfit(call, original) else _why_unfit(call, patched)
+
+
+def _why_unfit(call: ast.Call, method: Any) -> str:
+    try:
+        signature = inspect.signature(method)  # wrappers show that of what they wrap
+    except (TypeError, ValueError):
         return ""
-    return _why_unfit(call, patched, bound)
-
-
-def _why_unfit(call: ast.Call, function: Function, bound: bool) -> str:
-    arguments = function.args
-    positional = [argument.arg for argument in positional_parameters(function)][1 if bound else 0 :]
     starred = any(isinstance(argument, ast.Starred) for argument in call.args)
-    given = len(call.args)
-    if not starred and given > len(positional) and arguments.vararg is None:
-        return f"it takes {len(positional)} positional arguments, and is given {given}"
-    keywords = [keyword.arg for keyword in call.keywords if keyword.arg is not None]
-    only_positional = {argument.arg for argument in arguments.posonlyargs}
-    known = ({*positional} - only_positional) | {argument.arg for argument in arguments.kwonlyargs}
-    unknown = [name for name in keywords if name not in known]
-    if unknown and arguments.kwarg is None:
-        return f"it has no parameter {unknown[0]!r}"
-    if starred:
-        return ""
-    twice = [name for name in keywords if name in positional[:given]]
-    if twice:
-        return f"{twice[0]!r} is given twice"
-    if any(keyword.arg is None for keyword in call.keywords):
-        return ""
-    count = len(positional) - len(arguments.defaults)
-    required = positional[: max(count, 0)][given:]
-    defaults = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    required += [argument.arg for argument, default in defaults if default is None]
-    missing = [name for name in required if name not in keywords]
-    return f"{missing[0]!r} is missing" if missing else ""
+    keywords = {keyword.arg: None for keyword in call.keywords if keyword.arg is not None}
+    is_whole = not starred and len(keywords) == len(call.keywords)
+    try:
+        given = () if starred else (None, *call.args)  # with `self`
+        (signature.bind if is_whole else signature.bind_partial)(*given, **keywords)
+    except TypeError as error:
+        return str(error)
+    return ""
 
 
 def positional_parameters(function: Function) -> list[ast.arg]:
@@ -116,19 +92,6 @@ def none_by_default(function: Function) -> list[str]:
         *zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True),
     ]
     return [one.arg for one, default in pairs if isinstance(default, ast.Constant) and default.value is None]
-
-
-def signature_of(function: Any) -> Function | None:
-    """A definition without a body that has the signature of a function: wrappers show that of what they wrap."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    empty = inspect.Parameter.empty
-    plain = [each.replace(annotation=empty, default=empty if each.default is empty else None) for each in parameters]
-    (node,) = ast.parse(f"def called{inspect.Signature(plain)}: ...").body
-    assert isinstance(node, ast.FunctionDef)
-    return node
 
 
 def shortened(node: ast.AST, length: int = 80) -> str:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import copy_transform, source_patterns, target_patterns
-from patcher.display.parts import Table, is_filled
+from patcher.display.parts import Table
 from patcher.errors import InvalidPatcherError, NoSuchNameError, PatchConflictError
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusions_configured
@@ -208,7 +208,7 @@ class Patcher:
             else:
                 rows += [(name, "", _item_repr(item)) for item in (value if isinstance(value, tuple) else (value,))]
         parts = [Table("", ("", "", "is"), rows), Table("Pinned code", ("class", "fingerprint"), pins, is_long=True)]
-        return page.rendered(f"Patcher: {self.name}".removesuffix(": "), None, filter(is_filled, parts))
+        return page.rendered(f"Patcher: {self.name}".removesuffix(": "), None, parts)
 
     def replace(self, **changes: Any) -> Patcher:
         """A copy with other values for some of the parameters.

@@ -26,7 +26,7 @@ from patcher.verification.verify import Verification
 
 STYLE = (Path(patcher.display.__file__).parent / "style.css").read_text(encoding="utf-8")
 HOSTILE = "</style></code><script>alert(1)</script><img src=x onerror=alert(1)>\" onmouseover='x' \x1b[2K\u202e&lt;"
-ALLOWED = set("b br code del details div i ins li p pre section span strong style summary".split())
+ALLOWED = set("b br code details div i li p pre section span strong style summary".split())
 ALLOWED |= set("table tbody td th thead tr ul".split())
 DIFF = f"--- a\n+++ b\n@@ {HOSTILE} @@\n {HOSTILE}\n-{HOSTILE}1\n+{HOSTILE}2"
 
@@ -172,7 +172,7 @@ def test_nothing_is_loaded_and_no_style_leaks() -> None:
 COLOURS = dict(re.findall(r"--([\w-]+): light-dark\((#\w{6}, #\w{6})\)", STYLE))
 #: What texts are written in, and what may be behind them.
 ON = {
-    "text": ("back", "raised", "good-back", "bad-back", "warning-back", "good-mark", "bad-mark"),
+    "text": ("back", "raised", "good-back", "bad-back", "warning-back"),
     "quiet": ("back", "raised", "bad-back"),
     "good": ("back", "good-back"),
     "bad": ("back", "bad-back"),

@@ -41,7 +41,7 @@ class Terminal(StringIO):
 
 @pytest.mark.parametrize(
     ("value", "red", "other"),
-    [(WRONG, "FAILED", "\x1b[32m█"), (PLAN, "missing: up.weight", "\x1b[1;36mMine")],
+    [(WRONG, "FAILED", "\x1b[32m█"), (PLAN, "missing:", "\x1b[1;36mMine")],
     ids=["verification", "plan"],
 )
 def test_a_terminal_has_colours_and_a_file_has_the_plain_text(
@@ -77,7 +77,7 @@ def test_bars_of_layers_that_look_alike_are_one() -> None:
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e9])
 def test_what_is_not_finite_is_the_longest_and_is_not_allowed(value: float) -> None:
     chart = Chart("", [Bar("a", value)], 1e-5)
-    assert (chart.share(value), chart.tone(chart.bars[0])) == (1.0, "bad")
+    assert (chart.share(value), chart.tone(chart.rows[0])) == (1.0, "bad")
 
 
 def test_problems_are_said_first() -> None:

@@ -7,10 +7,11 @@ import pickle
 from pathlib import Path
 
 import pytest
-from transformers import BartConfig, LlamaForCausalLM
+from transformers import BartConfig, LlamaForCausalLM, MixtralForCausalLM
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from patcher import Patcher, plan, report
-from patcher.display.tree import IN_A_ROW, ModuleNode, Weights, in_rows, module_tree
+from patcher.display.tree import IN_A_ROW, ModuleNode, Weights, module_tree
 from tests.support import shared
 from tests.support.replacements import JOINED, OWN, Both, OwnMLP
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
@@ -54,6 +55,16 @@ def test_layers_and_experts_are_folded_in_both_places(tmp_path: Path) -> None:
     assert keys == {f"model.layers.*.block_sparse_moe.experts.{{0..3}}.{name}.weight" for name in ("w1", "w2", "w3")}
 
 
+def test_conversions_of_stock_hang_at_replaced_modules_only(tmp_path: Path) -> None:
+    folder = save_tiny(tiny_mixtral_config(), tmp_path)
+    same = type("Same", (MixtralExperts,), {})
+    for patcher, kinds in ((Patcher(fusions="qkv"), set()), (Patcher({"MixtralExperts": same}), {"converted"})):
+        for value in (plan(folder, patcher), report(MixtralForCausalLM.from_pretrained(folder, patcher=patcher))):
+            experts = paths(value.tree)["model.layers.{0..1}.mlp.experts"]
+            assert {each.what for each in experts.weights} <= kinds
+        assert bool(paths(plan(folder, patcher).tree)["model.layers.{0..1}.mlp.experts"].weights) == bool(kinds)
+
+
 def test_why_a_module_is_left_alone_hangs_at_it() -> None:
     config = BartConfig(d_model=64, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=64, decoder_ffn_dim=64)
     config.architectures = ["BartForConditionalGeneration"]
@@ -92,7 +103,8 @@ def test_weights_hang_at_their_modules_by_their_names_there(llama: Path) -> None
         assert json.loads(json.dumps(value.to_dict()))["tree"]["children"][0]["name"] == "model"
     (joined,) = paths(value.tree)["model.layers.{0..5}.mlp"].weights
     assert joined.keys == ("gate_proj.weight", "up_proj.weight")
-    assert (joined.parameters, joined.operations) == (("gate_up_proj.weight",), "Concatenate(dim=0)")
+    assert joined.parameters == ("gate_up_proj.weight",)
+    assert "gate_up_proj.weight  Concatenate(dim=0)" in str(value)
 
 
 def test_tensors_of_no_module_hang_at_the_model(llama: Path) -> None:
@@ -135,5 +147,9 @@ def test_a_model_of_hundreds_of_layers_is_short_and_quick(tmp_path: Path) -> Non
 def test_many_modules_in_a_row_of_which_nothing_is_said_are_one_line() -> None:
     quiet = [ModuleNode(f"part{number}", "Linear") for number in range(IN_A_ROW + 1)]
     changed = ModuleNode("mlp", "MLP", "Mine")
+    branch = ModuleNode("", "Model", children=(*quiet, changed, *quiet[1:])).branch()
 
-    assert [len(row) for row in in_rows([*quiet, changed, *quiet[1:]])] == [IN_A_ROW + 1, 1, *[1] * IN_A_ROW]
+    (row, *others) = branch.below
+    assert row.label == ((", ".join(each.name for each in quiet), "dim"),)
+    assert ([len(row.below), row.is_open], len(others)) == ([IN_A_ROW + 1, False], 1 + IN_A_ROW)
+    assert branch.is_open

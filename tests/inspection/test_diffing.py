@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from torch import nn
-from transformers import LlamaForCausalLM, LlamaModel
+from transformers import Data2VecVisionConfig, LlamaForCausalLM, LlamaModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from patcher import Diff, InvalidPatcherError, Patcher, diff
@@ -196,6 +196,15 @@ def test_an_overridden_method_that_was_inherited_is_shown_too() -> None:
     assert "+        return None" in entry.text
 
 
+def test_an_init_of_a_fused_class_that_was_inherited_is_shown_too() -> None:
+    config = Data2VecVisionConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+    config.architectures = ["Data2VecVisionModel"]
+    (entry,) = diff(config, Patcher(fusions="qkv")).classes
+    assert entry.was.endswith(".Data2VecVisionSdpaSelfAttention")
+    assert [line for line in changed(entry.text) if "def __init__" in line] == []
+    assert any(line.startswith("-        self.query = nn.Linear(") for line in changed(entry.text))
+
+
 @pytest.mark.parametrize(
     ("config", "fusion", "was", "removed", "added"),
     [
@@ -220,7 +229,7 @@ def test_an_overridden_method_that_was_inherited_is_shown_too() -> None:
             "gate, up = nn.functional.linear(current_state, self.gate_up_proj[expert_idx]).chunk(2, dim=-1)",
             "gate, up = expert.gate_proj(rows), expert.up_proj(rows)",
         ),
-        (tiny_qwen2_vl_config, "patch_embeddings", "Conv3d", "class Conv3d(_ConvNd):", "output: torch.Tensor ="),
+        (tiny_qwen2_vl_config, "patch_embeddings", "Conv3d", "class Conv3d(_ConvNd):", "output = self.linear("),
     ],
     ids=["qkv", "qkv of bert", "sequential_experts", "patch_embeddings"],
 )
@@ -322,7 +331,7 @@ def test_it_works_in_a_real_notebook(tmp_path: Path) -> None:
     assert "+        return 2 + super().forward(x)" in printed[2]
     assert "+++ __main__.Mine" in printed[2]
     (output,) = [output for output in book.cells[3].outputs if output.output_type == "execute_result"]
-    assert "scale = 3" in output.data["text/html"]  # side by side, without a sign
+    assert "scale = 3" in output.data["text/html"]
 
 
 # --- what names a model --------------------------------------------------------------------------------------------
@@ -432,41 +441,31 @@ def test_a_terminal_has_colours_and_a_file_has_the_plain_text(shown: Diff, monke
     assert "\x1b[1m--- transformers" in coloured
 
 
-class _Cells(HTMLParser):
-    """The code of each cell: on the left what was, on the right what is."""
+class _Lines(HTMLParser):
+    """The lines of code of a page, each with its class."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.cells: list[str] = []
-        self.changed: list[str] = []
-        self._open = [""]
+        self.lines: list[tuple[str, str]] = []
+        self._kind = ""
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._open.append(tag)
-        if tag == "td" and "colspan" not in dict(attrs):
-            self.cells.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        self._open.pop()
+        self._kind = (dict(attrs).get("class") or "") if "text-indent" in (dict(attrs).get("style") or "") else ""
 
     def handle_data(self, data: str) -> None:
-        if "pre" in self._open:
-            self.cells[-1] += data
-        if self._open[-1] in ("del", "ins"):
-            self.changed.append(f"{self._open[-1]} {data}")
+        if self._kind:
+            self.lines.append((self._kind, data.removesuffix("\n")))
 
 
-def test_jupyter_has_both_side_by_side(shown: Diff) -> None:
-    page = _Cells(shown._repr_html_())
-    lines = [
-        line for line in str(shown).splitlines() if line[:3] not in ("---", "+++") and line[:1] in ("+", "-", " ")
-    ]
+def test_jupyter_has_the_same_lines_in_colours(shown: Diff) -> None:
+    lines = _Lines(shown._repr_html_()).lines
 
-    for side, sign in ((0, "-"), (1, "+")):
-        code = [text for text in page.cells[side::2] if text.strip()]
-        assert code == [line[1:] for line in lines if line[:1] in (sign, " ") and line[1:].strip()]
-    assert any(text.startswith("ins ") and "return x if 1 < 2" in text for text in page.changed)
+    assert [line for _, line in lines] == str(shown).splitlines()
+    assert {kind for kind, line in lines if "return x if 1 < 2" in line} == {"ins"}
+    assert {kind: line[:1] for kind, line in lines} == {
+        "dim": "#", "head": "+", "gap": "@", "same": " ", "ins": "+", "del": "-"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("fusion", ["qkv", "gate_up"])
@@ -475,7 +474,7 @@ def test_a_fused_class_is_shown_without_what_all_fused_classes_have(fusion: str)
 
     assert ".split(self." in text
     assert "Rewritten by" not in text
-    assert "text-indent:-12ch" in diff(tiny_llama_config(), Patcher(fusions=[fusion]))._repr_html_()  # of a method
+    assert "text-indent:-13ch" in diff(tiny_llama_config(), Patcher(fusions=[fusion]))._repr_html_()  # of a method
     assert not re.findall(r"^\+.*(?:_made_by|__setattr__|_joined|fuse_in_place|def are_values)", text, re.MULTILINE)
 
 
@@ -496,4 +495,4 @@ def test_of_a_class_that_is_written_only_what_its_forward_runs_is_shown(config: 
     added = {line[1:].strip() for line in changed(entry.text) if line[0] == "+"}
     internal = re.compile(r"@classmethod|_\w+ ?[:=]|# _|def (?:stacks|from_module|__setattr__)")
     assert not list(filter(internal.match, added))
-    assert any(line.startswith(("def run_expert", "output: torch.Tensor =")) for line in added)
+    assert any(line.startswith(("def run_expert", "output = self.linear(")) for line in added)

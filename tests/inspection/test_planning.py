@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -34,6 +35,7 @@ from patcher import InvalidPatcherError, Patcher, PatcherError, PatcherWarning, 
 from patcher.fusions import QKV
 from patcher.layouts.transforms import describe
 from patcher.patterns import compress
+from patcher.source.call_sites import why_unfit
 from tests.support import shared
 from tests.support.memory import peak
 from tests.support.replacements import (
@@ -375,6 +377,8 @@ def test_a_config_alone_has_no_weights_to_judge() -> None:
     assert (planned.weights, planned.missing, planned.left_over) == ((), (), ())
     assert "no checkpoint was given, so conversions and weights are not judged" in str(planned)
     assert [path for path, *_ in planned.replaced] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    dropped = plan(tiny_qwen2_moe_config(), Patcher({}, "gate_up_proj")).conversions_dropped
+    assert {filtered for _, filtered in dropped} == {"gate_up_proj"}
     assert "'LlamaMPL'" in plan(tiny_llama_config(), Patcher({"LlamaMPL": With})).problems[0]
 
 
@@ -450,19 +454,20 @@ MISFITS: dict[str, tuple[Patcher, str]] = {
     "one too many": (
         Patcher({"LlamaMLP": replacement(OwnMLP, forward=lambda self, x, scale: x)}),
         r"Mine\.forward doesn't fit a call of it, LlamaDecoderLayer\.forward, line \d+ of modeling_llama\.py: "
-        r"self\.mlp\(hidden_states\): 'scale' is missing\.",
+        r"self\.mlp\(hidden_states\): missing a required argument: 'scale'\.",
     ),
     "a keyword is missing": (
         Patcher({"LlamaAttention": replacement(LlamaAttention, forward=lambda self, hidden_states: hidden_states)}),
-        r"Mine\.forward doesn't fit a call of it, LlamaDecoderLayer\.forward, .* it has no parameter 'attention_mask'",
+        r"Mine\.forward doesn't fit a call of it, LlamaDecoderLayer\.forward, .* got an unexpected keyword "
+        r"argument 'attention_mask'",
     ),
     "of a list": (
         Patcher({"LlamaDecoderLayer": replacement(OwnLayer, forward=lambda self, hidden_states: hidden_states)}),
-        r"Mine\.forward doesn't fit a call of it, LlamaModel\.forward, .*decoder_layer\(hidden_states, .* it has no",
+        r"Mine\.forward doesn't fit a call of it, LlamaModel\.forward, .*decoder_layer\(hidden_states, .* got an unex",
     ),
     "init": (
         Patcher({"LlamaMLP": replacement(OwnMLP, __init__=lambda self: None)}),
-        r"Mine\.__init__ doesn't fit a call of it, LlamaDecoderLayer\.__init__, .*LlamaMLP\(config\): it takes 0",
+        r"Mine\.__init__ doesn't fit a call of it, LlamaDecoderLayer\.__init__, .*LlamaMLP\(config\): too many p",
     ),
 }
 
@@ -484,7 +489,7 @@ def test_a_call_of_a_class_from_a_table_is_found_by_what_the_model_holds(folders
     ((name, method, where, problem),) = plan(folders("jamba"), Patcher({"JambaAttentionDecoderLayer": layer})).misfits
     assert (name, method) == ("Mine", "forward")
     assert "JambaModel.forward" in where
-    assert "it has no parameter" in problem
+    assert "got an unexpected keyword argument" in problem
 
 
 @pytest.mark.parametrize(
@@ -500,6 +505,14 @@ def test_a_signature_that_every_call_fits_is_none(forward: Any, folders: Callabl
     planned = plan(folders("llama"), Patcher({"LlamaMLP": replacement(OwnMLP, forward=forward)}))
     assert planned.ok
     assert planned.misfits == ()
+
+
+def test_a_call_that_the_original_would_not_take_either_is_not_reported() -> None:
+    """Some decorator takes arguments out of it."""
+    call: Any = ast.parse("self.mlp(x, y)", mode="eval").body
+    narrow = OwnMLP.forward
+    assert why_unfit(call, narrow, narrow) == ""
+    assert why_unfit(call, nn.Bilinear.forward, narrow) == "too many positional arguments"
 
 
 # --- what no load can see ------------------------------------------------------------------------------------------
