@@ -221,7 +221,7 @@ class Body:
             case ast.Name(id=name) if name in self.assigned:
                 return name in self.values
             case ast.Name():
-                return _is_plain(self.outside(node))
+                return is_plain(self.outside(node))
             case ast.Starred(value=inner) | ast.NamedExpr(value=inner) | ast.UnaryOp(operand=inner):
                 return self.is_value(inner)
             case ast.Tuple(elts=inner) | ast.List(elts=inner) | ast.Dict(values=inner) | ast.BoolOp(values=inner):
@@ -232,14 +232,14 @@ class Body:
                 return self.is_value(inner)
             case ast.Attribute(value=inner, attr=attr):
                 if self.is_own(node):
-                    return attr not in self._assigned_attributes() and _is_plain(self.own(attr))
+                    return attr not in self._assigned_attributes() and is_plain(self.own(attr))
                 child = self.own(inner.attr) if self.is_own(inner) else None  # type: ignore[attr-defined]
                 if isinstance(child, nn.Module):
                     held = {**vars(child), **child._parameters, **child._buffers}
-                    return attr in held and _is_plain(held[attr])
+                    return attr in held and is_plain(held[attr])
                 if isinstance(child, transformers.PretrainedConfig):
                     return True  # it holds what JSON can say
-                return self.is_value(inner) or _is_plain(self.outside(node))
+                return self.is_value(inner) or is_plain(self.outside(node))
             case ast.Call():
                 return self.call(node)[0]
         return False
@@ -519,7 +519,7 @@ class _Said:
             raise ValueError(name)
         if name in body.module._modules:  # type: ignore[union-attr]
             return None if value is None else _Child()
-        if name not in vars(body.module) or isinstance(value, torch.Tensor) or not _is_plain(value):
+        if name not in vars(body.module) or isinstance(value, torch.Tensor) or not is_plain(value):
             raise ValueError(name)
         body.constants[name] = value
         return value
@@ -606,9 +606,10 @@ def _element(value: ast.expr) -> ast.expr:
     return ast.Starred(value, ast.Load())
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Whether an object is a value: nothing that it has writes into a tensor by what it is called."""
     if isinstance(value, tuple | list):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     return isinstance(value, (*_CONSTANTS, torch.Tensor))
 
 

@@ -35,6 +35,7 @@ from patcher.fusions.purity import (
     Body,
     arguments_of,
     check,
+    is_plain,
     is_plain_function,
     parameters_of,
     positions,
@@ -46,6 +47,7 @@ from patcher.source.call_sites import none_by_default
 _LATER = ast.Lambda | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.GeneratorExp
 _COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp
 _LOOPS = ast.For | ast.While
+_OF_TORCH = frozenset(vars(nn.Module()))
 #: What a tensor has that is no tensor.
 _NO_PART = ("shape", "dtype", "device")
 
@@ -169,9 +171,9 @@ def _structure(module: nn.Module | None, group: Iterable[str] = ()) -> Any:
     if module is None:
         return None
     attributes = tuple(
-        (name, value if callable(value) or name in ("inplace", "max_norm") else type(value))
+        (name, value if callable(value) or name in ("inplace", "max_norm") else (type(value), is_plain(value)))
         for name, value in vars(module).items()
-        if not name.startswith("_")
+        if name not in _OF_TORCH
     )
     held = tuple((name, value is None) for name, value in (*module._parameters.items(), *module._buffers.items()))
     children = tuple((name, None if name in group else _structure(each)) for name, each in module._modules.items())

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,6 +193,21 @@ def test_operators_of_an_object_that_is_not_known_may_write(operation: str, tmp_
     module = module_of(between(operation, more, OPERATORS) + through, tmp_path / "odd.py")
 
     assert re.search(r"\(what '(self\.odd|WRITING|odd|y)' is isn't known", QKV().refusal(module))
+
+
+@pytest.mark.parametrize(("name", "plain", "writing"), [("odd", [1.0], "[WRITING]"), ("_odd", 1.0, "WRITING")])
+def test_another_object_of_the_class_may_hold_others(
+    name: str, plain: Any, writing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = f"self.{name}[0]" if name == "odd" else f"self.{name}"
+    module = module_of(between(f"{taken} + x", f"self.{name} = {plain}", OPERATORS), tmp_path / "odd.py")
+    names = type(module).forward.__globals__
+    monkeypatch.setitem(sys.modules, type(module).__module__, SimpleNamespace(**names))  # answers are remembered
+    assert QKV().is_fusable(module)
+
+    setattr(module, name, eval(writing, names))
+
+    assert f"what '{taken}' is isn't known" in QKV().refusal(module)
 
 
 def test_what_super_gives_is_not_a_value(tmp_path: Path) -> None:
