@@ -120,7 +120,6 @@ NOT_HERE = {
     "Leave it out of the fusion: its modules=... say which it takes.": "done in tests/fusions/test_own_families",
     "The layouts take parameters of {} and leave {}. Say what these become": "done in tests/fusions/test_own_families",
     "Load it with the releases that have saved it": "one release is installed",
-    "the file on the hub has no header that a load could read: {}. Pass another revision=.": "needs a hub",
     "Download the repo, and pass the folder.": "needs a hub: tests/inspection/test_planning",
     "A folder does in place of a repo. All commands: patcher --help": "each is run: tests/cli/test_cli",
     "Name them in tp_plan.": "of transformers before 5.19: tests/distributed/test_tensor_parallel",
