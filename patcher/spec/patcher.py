@@ -16,7 +16,6 @@ from torch import nn
 from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import copy_transform, source_patterns, target_patterns
-from patcher.display.parts import Table, is_filled
 from patcher.errors import InvalidPatcherError, NoSuchNameError, PatchConflictError
 from patcher.expressions import cut
 from patcher.fusions.base import Fusion
@@ -164,13 +163,6 @@ class Patcher:
 
     __delattr__ = __setattr__
 
-    @property
-    def __enter__(self) -> NoReturn:
-        """`with` looks for it before anything else. A Patcher isn't a context manager."""
-        raise NoSuchNameError("a Patcher isn't a block by itself; write `with patcher.applied():`.")
-
-    __aenter__ = __enter__
-
     def __copy__(self) -> Patcher:
         return self
 
@@ -195,21 +187,6 @@ class Patcher:
 
     def __repr__(self) -> str:
         return f"Patcher({', '.join(f'{name}={_argument_repr(value)}' for name, value in self._given().items())})"
-
-    def _repr_html_(self) -> str:
-        """What Jupyter shows: a row for each argument, or for each of its items; pins are folded."""
-        from patcher.display import page
-
-        given = self._given()
-        pins = [(key, _argument_repr(value)) for key, value in given.pop("fingerprints", {}).items()]
-        rows: list[tuple[str, ...]] = []
-        for name, value in given.items():
-            if isinstance(value, Mapping):
-                rows += [(name, key, _item_repr(item)) for key, item in value.items()]
-            else:
-                rows += [(name, "", _item_repr(item)) for item in (value if isinstance(value, tuple) else (value,))]
-        parts = [Table("", ("", "", "is"), rows), Table("Pinned code", ("class", "fingerprint"), pins, is_long=True)]
-        return page.rendered(f"Patcher: {self.name}".removesuffix(": "), None, filter(is_filled, parts))
 
     def replace(self, **changes: Any) -> Patcher:
         """A copy with other values for some of the parameters.

@@ -9,7 +9,6 @@ import shutil
 import sys
 import types
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -434,18 +433,6 @@ def test_a_preset_is_shown_by_its_name_and_what_is_made_of_it_is_not() -> None:
     assert eval(repr(preset)) == preset == pickle.loads(pickle.dumps(preset))
     assert repr(preset.replace(strict=False)).startswith("Patcher(fusions=")
     assert repr(preset | Patcher(new_weights="x")).startswith("Patcher(fusions=")
-
-
-def test_a_tuple_of_patchers_is_told_in_one_line_what_to_write() -> None:
-    load = partial(LlamaForCausalLM._from_config, LlamaConfig(**TEXT))
-    several = (Patcher(fusions="qkv"), Patcher(fusions="gate_up"))
-    with pytest.raises(InvalidPatcherError, match=r"write patcher=presets\.LLAMA_FUSED_PROJECTIONS\.$") as raised:
-        load(patcher=presets.for_model(LlamaConfig()))
-    assert "\n" not in str(raised.value)
-    with pytest.raises(InvalidPatcherError, match=r"\(tuple\); write patcher=(.*)\.$") as raised:
-        load(patcher=several)
-    written = str(raised.value).partition("write patcher=")[2].removesuffix(".")
-    assert len(report(load(patcher=eval(written))).fused) == 4
 
 
 @pytest.mark.parametrize("value", [None, 3, presets])

@@ -71,17 +71,6 @@ def inputs_that_are_texts(at: Place) -> Steps:
     assert short(written(said, r"write inputs=(.*)\.$", texts=["a text"], tokenizer=tokenizer))
 
 
-@advice("a Patcher isn't a block by itself; write `with patcher.applied():`.")
-def a_patcher_as_a_block(at: Place) -> Steps:
-    def wrong() -> None:
-        with OWN:  # type: ignore[attr-defined]
-            pass
-
-    yield wrong
-    with OWN.applied():
-        assert type(load(at.llama).model.layers[0].mlp) is OwnMLP
-
-
 @advice("a Patcher is immutable; use patcher.replace({}=...) for a changed copy")
 def a_changed_attribute(at: Place) -> Steps:
     said = yield lambda: setattr(OWN, "strict", False)
@@ -265,7 +254,7 @@ def an_empty_path(at: Place) -> Steps:
     assert same(load(at.llama, Patcher(fusions=GateUp(modules="**"))), at.llama)
 
 
-@advice("{} isn't a path of modules: {}. Write {}.")
+@advice("names with one dot between them, {0..3} or {0,2..5} for numbers in ascending order")
 def what_looks_like_a_path(at: Place) -> Steps:
     wrong = {
         r"model\.layers\.\d+\.mlp": "model.layers.*.mlp",
