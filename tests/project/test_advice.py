@@ -136,7 +136,6 @@ NOT_HERE = {
     "Take one away, or add the exact name, which wins: {}: ...": "done in tests/spec/test_like",
     "there is no {} in {} ({}: {}). Correct the name.": "done in tests/spec/test_like",
     "by the patcher: class_mapping={{}: ...}, with a class of that layout": "done in tests/libraries/use_kernels",
-    "out of kernel_config=, or its classes and functions out of the patcher.": "done in tests/libraries/use_kernels",
     "Run the forward again for each, or load without the preset LIGER.": "done in tests/libraries/liger_on_cpu",
     "which a file can't refuse. Load with the patcher itself.": "done in tests/codegen/test_from_patcher",
     "and a file imports classes. Load with the patcher itself.": "done in tests/codegen/test_from_patcher",

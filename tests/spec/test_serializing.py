@@ -299,6 +299,8 @@ HOSTILE: list[tuple[str, Any, str]] = [
         {"schema": 1, "alternatives": ["A"]},
         "takes groups of class keys, found 'A'",
     ),
+    ("nested alternatives", {"schema": 1, "alternatives": [[[]]]}, r"takes groups of class keys, found \[\[\]\]"),
+    ("self", {"schema": 1, "self": None}, "no parameter 'self'"),
     ("alternatives key", {"schema": 1, "alternatives": [["A"]]}, "isn't a key of the class_mapping"),
     ("fusion", {"schema": 1, "fusions": ["qkw"]}, "fusions: 'qkw' isn't a fusion; did you mean 'qkv'"),
     ("fusion path", {"schema": 1, "fusions": ["os:system"]}, "'os:system' isn't a fusion"),
