@@ -74,19 +74,13 @@ def function_mapping(field: str, mapping: Any) -> Mapping[str, Callable[..., Any
                 f"{field}: a key is the name of a function, or module:name, found {key!r}; write for instance "
                 "'apply_rotary_pos_emb' or 'transformers.models.llama.modeling_llama:apply_rotary_pos_emb'."
             )
-        if not callable(function) or isinstance(function, type | nn.Module):
+        if not callable(function) or isinstance(function, type | nn.Module) or type(function).__hash__ is None:
             kind = type(function).__name__
             raise InvalidPatcherError(
-                f"{field}[{key!r}] must be a function, found {function!r} ({kind}); write a function with the "
-                "parameters of the one that it replaces. Classes belong into class_mapping, by the name of the class."
+                f"{field}[{key!r}] must be a function that has a hash, found {function!r} ({kind}); write a function "
+                "with the parameters of the one that it replaces. Classes belong into class_mapping, by the name of the "
+                "class."
             )
-        try:
-            hash(function)
-        except TypeError as error:
-            raise InvalidPatcherError(
-                f"{field}[{key!r}]: {function!r} has no hash, so that two patchers with it can't be compared; write a "
-                "function that calls it."
-            ) from error
     return MappingProxyType(dict(mapping))
 
 

@@ -125,7 +125,6 @@ NOT_HERE = {
     "Name them in tp_plan.": "of transformers before 5.19: tests/distributed/test_tensor_parallel",
     "a name in an f-string, has to be written differently.": "done in tests/codegen/test_renaming",
     "give the class itself as the replacement, derived from what it replaces": "done in tests/spec/test_forward_of",
-    "have; {}, or make functions of them.": "done in tests/spec/test_forward_of",
     "can't derive a class from it: write one.": "done in tests/spec/test_forward_of",
     "in whose place it is to run. Give it the parameters of that one.": "done in tests/spec/test_forward_of",
     "Have it read what the original has": "done in tests/spec/test_forward_of",

@@ -124,18 +124,6 @@ def a_class_for_a_function(at: Place) -> Steps:
     assert Patcher(function_mapping={"apply_rotary_pos_emb": apply_rotary_pos_emb}).function_mapping
 
 
-@advice("{} has no hash, so that two patchers with it can't be compared; write a function that calls it.")
-def a_function_without_a_hash(at: Place) -> Steps:
-    class Unhashable:
-        __hash__ = None  # type: ignore[assignment]
-
-        def __call__(self, x: Any) -> Any:
-            return x
-
-    yield lambda: Patcher(function_mapping={"rotate_half": Unhashable()})
-    assert hash(Patcher(function_mapping={"rotate_half": lambda x: Unhashable()(x)}))
-
-
 @advice("a key is the name of a class, an expression, or like(...), found {}; write {}.")
 def a_class_as_a_key(at: Place) -> Steps:
     said = yield lambda: Patcher({LlamaMLP: OwnMLP})  # type: ignore[dict-item]
