@@ -78,8 +78,8 @@ def function_mapping(field: str, mapping: Any) -> Mapping[str, Callable[..., Any
             kind = type(function).__name__
             raise InvalidPatcherError(
                 f"{field}[{key!r}] must be a function that has a hash, found {function!r} ({kind}); write a function "
-                "with the parameters of the one that it replaces. Classes belong into class_mapping, by the name of the "
-                "class."
+                "with the parameters of the one that it replaces. Classes belong into class_mapping, by their "
+                "names."
             )
     return MappingProxyType(dict(mapping))
 
