@@ -156,10 +156,7 @@ def _shared_rows(plan: Plan, path: str, module: nn.Module, carried: ModuleLayout
     fused_layer, _, kind = layout.fused[0].rpartition(".")
     if others or any(plan.of(f"{prefix}{name}") for name in (*layout.stock, *layout.fused)):
         listed = ", ".join(f"{layer}: {found!r}" for layer, found in styles.items())
-        raise cannot(
-            [path],
-            f"the plan shares what is joined here in several ways ({listed})",
-        )
+        raise cannot([path], f"the plan shares what is joined here in several ways ({listed})")
     style = style or plan.of(f"{prefix}{fused_layer}")
     if style is None:
         return layout
@@ -167,24 +164,15 @@ def _shared_rows(plan: Plan, path: str, module: nn.Module, carried: ModuleLayout
     if not fused_layer or kind not in ("weight", "bias"):  # biases of some of the projections only
         if style in GATHERED:
             return layout
-        raise cannot(
-            [path],
-            f"{layout} has biases of some of its projections only, which no plan can share",
-        )
+        raise cannot([path], f"{layout} has biases of some of its projections only, which no plan can share")
     if style != "colwise" and style not in GATHERED:
-        raise cannot(
-            [path],
-            f"the plan has {style!r} for {layers[0]}, which is not known to hold for joined rows",
-        )
+        raise cannot([path], f"the plan has {style!r} for {layers[0]}, which is not known to hold for joined rows")
     plan.add(f"{prefix}{fused_layer}", style)
     if style in GATHERED:
         return layout  # gathered, the rows are in the order in which they were cut
     unit = fusion_named(carried.fusion).rows_together(module)
     if not unit:
-        raise cannot(
-            [path],
-            f"which rows of {', '.join(layers)} belong together, as those of a head do, is not known",
-        )
+        raise cannot([path], f"which rows of {', '.join(layers)} belong together, as those of a head do, is not known")
     for layer, rows in zip(layers, layout.sizes, strict=True):
         if rows % (unit * plan.processes):
             what = f"{rows // unit} heads of {unit} rows" if unit > 1 else f"{rows} rows"
