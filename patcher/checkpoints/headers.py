@@ -26,7 +26,7 @@ from patcher.compat.files import shards_of_index
 from patcher.compat.models import str_to_torch_dtype
 from patcher.errors import InvalidPatcherError
 
-#: No index, no header and no pickle beside the weights is larger: safetensors has the same limit.
+#: No index is larger: safetensors has the same limit for headers.
 _LARGEST = 100_000_000
 _INDEX = ".safetensors.index.json"
 
@@ -195,11 +195,8 @@ def _tensors_of_file(path: Path, hint: str = "") -> dict[str, torch.Tensor]:
                 }
         if zipped := zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
-                pickles = [item for item in archive.infolist() if item.filename.endswith(".pkl")]
                 if any(item.compress_type for item in archive.infolist()):
                     raise ValueError("a part of it is compressed, as torch writes none")
-                if any(item.file_size > _LARGEST for item in pickles):
-                    raise ValueError("its pickle is larger than any model needs")
         # What torch < 1.6 has written isn't an archive, and can't be mapped. What can is mapped: on the meta device
         # a tensor that goes beyond the data which the file has for it would pass.
         held = torch.load(path, map_location="cpu" if zipped else "meta", mmap=zipped, weights_only=True)
