@@ -66,7 +66,7 @@ class InvalidPatcherError(PatcherError):
     Traceback (most recent call last):
         ...
     patcher.errors.InvalidPatcherError: class_mapping['LlamaMLP'] must be a class, found 'MyMLP' (str); write the class
-    itself, not its name.
+    itself, derived from the class that it replaces: not an object, its name, or a function that makes one.
 
     The message ends with what to write. For a combination that isn't supported, a quantizer beside tensor parallelism
     for example, it says how to do without.

@@ -25,6 +25,8 @@ _MINUTE = 60.0
 _AT_ONCE = 0.001
 #: `re` is quick in what is no longer: one repeat takes quadratic time.
 _SHORT = 250
+#: Compiling takes time and memory.
+_LONGEST = 10_000
 #: `regex` unrolls `(?:a{30}){30}`, in memory.
 _MOST_REPEATS = 1000
 #: Each may be searched in thousands of names.
@@ -47,6 +49,8 @@ def checked_expression(what: str, expression: str) -> str:
         InvalidPatcherError: it isn't, or it can't be compiled.
     """
     try:
+        if len(expression) > _LONGEST:
+            raise MemoryError(f"it has more than {_LONGEST:,} characters")
         re.compile(expression)
     except re.error as error:
         raise InvalidPatcherError(

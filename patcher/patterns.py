@@ -101,7 +101,7 @@ ROOT = "(root)"
 #: What one segment of a path pattern matches: a name, runs of numbers, any one segment, or any number of segments.
 _Segment = str | tuple[tuple[int, int], ...]
 _ONE, _ANY = "*", "**"
-_IN_EXPRESSIONS = frozenset("\\^$[]()|+?")
+_IN_OTHERS = frozenset("\\^$[]()|+?*{}")
 
 
 def matches_path(pattern: str, path: str) -> bool:
@@ -195,23 +195,18 @@ def _segments(pattern: str) -> tuple[_Segment, ...]:
 def _segment(pattern: str, text: str) -> _Segment:
     if text in (_ONE, _ANY):
         return text
-    runs = text[1:-1].split(",") if text.startswith("{") and text.endswith("}") else None
-    if runs is not None:
-        bounds = [(first, last if dots else first) for first, dots, last in (run.partition("..") for run in runs)]
+    if text.startswith("{") and text.endswith("}"):
+        parted = (run.partition("..") for run in text[1:-1].split(","))
+        bounds = [(first, last if dots else first) for first, dots, last in parted]
         if all(is_number(first) and is_number(last) and int(first) <= int(last) for first, last in bounds):
             return tuple((int(first), int(last)) for first, last in bounds)
-        problem, instead = f"{text} holds no numbers in ascending order", "{0..3} or {0,2..5}"
-    elif not text:
-        problem, instead = "it has an empty segment", "names with one dot between them"
-    elif _IN_EXPRESSIONS.intersection(text):
-        problem, instead = "it looks like a regular expression", "model.layers.*.mlp, or **.mlp for any depth"
-    elif "*" in text:
-        problem, instead = f"in {text}, * stands for a part of a segment", "* for one whole segment, ** for several"
-    elif "{" in text or "}" in text:
-        problem, instead = f"in {text}, braces are a part of a segment", "{0..3} between two dots"
-    else:
+    elif text and _IN_OTHERS.isdisjoint(text):
         return text
-    raise InvalidPatcherError(f"{pattern!r} isn't a path of modules: {problem}. Write {instead}.")
+    raise InvalidPatcherError(
+        f"{pattern!r} isn't a path of modules, nor is it a regular expression: {text!r} in it has no meaning. Write "
+        "names with one dot between them, {0..3} or {0,2..5} for numbers in ascending order, * for one whole name, ** "
+        "for any number of names."
+    )
 
 
 def compress(keys: Iterable[str]) -> list[str]:

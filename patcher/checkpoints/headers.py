@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
+from huggingface_hub import constants, hf_hub_download, parse_safetensors_file_metadata, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError
 from safetensors import safe_open
 
 from patcher.checkpoints.weight_files import whole_names
@@ -23,7 +26,7 @@ from patcher.compat.files import shards_of_index
 from patcher.compat.models import str_to_torch_dtype
 from patcher.errors import InvalidPatcherError
 
-#: No index, no header and no pickle beside the weights is larger: safetensors has the same limit.
+#: No index is larger: safetensors has the same limit for headers.
 _LARGEST = 100_000_000
 _INDEX = ".safetensors.index.json"
 
@@ -75,24 +78,30 @@ def headers_of(
     Raises:
         InvalidPatcherError: there is no checkpoint, or none that can be read by name and shape.
     """
-    path = Path(source)
-    if path.is_file():
-        return _headers_of_file(path, by_name=True)
+    path, names = Path(source), whole_names(variant, use_safetensors) if named is None else [named]
     if named is not None and not (path.is_dir() and _is_below(named) and named.endswith((".safetensors", _INDEX))):
         raise InvalidPatcherError(
             f"the config of {source} names {named!r} as transformers_weights; it must be a safetensors file, or the "
             "index of some, in the folder. Of a repo on the hub download the folder, and pass it."
         )
-    names = whole_names(variant, use_safetensors)
+    if not path.exists() and not path.is_symlink():
+        if not (hub.get("local_files_only") or constants.HF_HUB_OFFLINE):
+            return _headers_of_repo(str(source), subfolder, names, hub)
+        places = {"revision": hub.get("revision"), "cache_dir": hub.get("cache_dir")}
+        config = try_to_load_from_cache(str(source), Path(subfolder, "config.json").as_posix(), **places)
+        if not isinstance(config, str):
+            raise InvalidPatcherError(
+                f"{source} isn't a folder, it isn't in the cache, and nothing may be fetched (offline). Pass a "
+                "folder, or a config."
+            )
+        path, subfolder = Path(config).parent, ""
     if not path.is_dir():
-        if path.exists() or path.is_symlink():
-            raise _no_file(path)
-        return _headers_of_repo(str(source), subfolder, names, hub)
-    for name in [named] if named is not None else names:
-        if (path / subfolder / name).is_file():
+        return _headers_of_file(path, by_name=True)
+    for name in names:
+        if (path / subfolder / name).exists():
             return _headers_of_file(path / subfolder / name)
     raise InvalidPatcherError(
-        f"{path / subfolder} has no checkpoint: none of {', '.join([named] if named is not None else names)}. "
+        f"{path / subfolder} has no checkpoint: none of {', '.join(names)}. "
         "Pass checkpoint=, a folder, an index or a mapping of keys to shapes, or a config in place of the folder."
     )
 
@@ -133,46 +142,39 @@ def _headers_of_file(path: Path, *, by_name: bool = False) -> Headers:
     """
     if not path.name.endswith(".index.json"):
         return Headers(str(path), _tensors_of_file(path), files=(str(path),))
-    tensors: dict[str, torch.Tensor] = {}
-    unknown: set[str] = set()
-    files: list[str] = []
-    shards = _shards(path)
-    for name, keys in shards.items():
-        file = path.parent / name
-        if by_name and not file.exists() and not file.is_symlink():
-            tensors.update((key, torch.empty((), device="meta")) for key in keys)
-            unknown.update(keys)
-        elif PurePath(name).suffix != PurePath(next(iter(shards))).suffix:  # a load goes by the first one
-            raise InvalidPatcherError(f"{path} names files of several kinds: {', '.join(shards)}. Fetch it again.")
-        else:
-            tensors.update(_tensors_of_file(file, f"; to plan by names alone pass checkpoint={str(path)!r}"))
-            files.append(str(file))
-    return Headers(str(path), tensors, frozenset(unknown), tuple(files))
-
-
-def _shards(index: Path) -> dict[str, list[str]]:
-    """shard -> its keys, in the order in which a load reads them."""
-    _check_file(index)
-    try:
-        shards = shards_of_index(index)
-        if not shards:
-            raise ValueError("it names no file")
-        outside = [name for name in shards if not _is_below(name)]
-    except Exception as error:
-        raise InvalidPatcherError(
-            f"{index} isn't an index of a checkpoint: {_reason(error)}. Fetch it again."
-        ) from error
-    if outside:
-        raise InvalidPatcherError(
-            f"{index} isn't an index of a checkpoint: it names files outside of its folder, {', '.join(outside[:3])}. "
-            "Fetch it again, from a source that you trust."
-        )
-    return shards
+    with _reading(path):
+        shards = shards_of_index(path)
+        if not shards or not all(map(_is_below, shards)) or len({PurePath(name).suffix for name in shards}) > 1:
+            raise ValueError(f"it must name files of one kind, in its folder, found {', '.join(list(shards)[:3])}")
+        files = {name: path.parent / name for name in shards}
+        absent = [name for name, file in files.items() if by_name and not file.exists() and not file.is_symlink()]
+    unknown = {key for name in absent for key in shards[name]}
+    tensors = {key: torch.empty((), device="meta") for key in unknown}
+    there = [file for name, file in files.items() if name not in absent]
+    for file in there:
+        tensors |= _tensors_of_file(file, f"; to plan by names alone pass checkpoint={str(path)!r}")
+    return Headers(str(path), tensors, frozenset(unknown), tuple(map(str, there)))
 
 
 def _is_below(name: Any) -> bool:
     """Whether a name leads to where it is below the folder that it is in."""
     return isinstance(name, str) and not PurePath(name).is_absolute() and ".." not in PurePath(name).parts
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Refuse what a load couldn't read, or would read for ever: who opens a pipe waits, and a device has no end."""
+    try:
+        if not path.is_file():
+            raise ValueError("it isn't a regular file, but a folder, a pipe, a device or a link that leads nowhere")
+        if path.suffix == ".json" and path.stat().st_size > _LARGEST:
+            raise ValueError(f"it has more than {_LARGEST:,} bytes, which no file of its kind has")
+        yield
+    except Exception as error:
+        raise InvalidPatcherError(
+            f"{path} can't be read as a load would read it: {_reason(error)}. Fetch it again, from a source that you "
+            "trust."
+        ) from error
 
 
 def _tensors_of_file(path: Path, hint: str = "") -> dict[str, torch.Tensor]:
@@ -181,55 +183,26 @@ def _tensors_of_file(path: Path, hint: str = "") -> dict[str, torch.Tensor]:
             f"{path} isn't a checkpoint that can be read by name and shape; "
             "pass a .safetensors or .bin file, or an index."
         )
-    if not path.exists():
+    if not path.exists() and not path.is_symlink():
         raise InvalidPatcherError(f"{path} is missing, and a load needs it: fetch it{hint}.")
-    if path.suffix == ".safetensors":
-        _check_file(path, largest=None)
-        try:
+    with _reading(path):
+        if path.suffix == ".safetensors":
             with safe_open(path, framework="np") as file:  # as "pt", but it maps a file larger than the memory too
                 slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
                 return {
                     key: _on_meta(part.get_shape(), str_to_torch_dtype[part.get_dtype()])
                     for key, part in slices.items()
                 }
-        except Exception as error:
-            raise InvalidPatcherError(
-                f"{path} has no header of a safetensors file that a load could read: {_reason(error)}. Fetch it again."
-            ) from error
-    _check_file(path, largest=None)
-    try:
         if zipped := zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
-                members = archive.infolist()
-                if any(item.compress_type for item in members):
+                if any(item.compress_type for item in archive.infolist()):
                     raise ValueError("a part of it is compressed, as torch writes none")
-                if any(item.file_size > _LARGEST for item in members if item.filename.endswith(".pkl")):
-                    raise ValueError("its pickle is larger than any model needs")
         # What torch < 1.6 has written isn't an archive, and can't be mapped. What can is mapped: on the meta device
         # a tensor that goes beyond the data which the file has for it would pass.
         held = torch.load(path, map_location="cpu" if zipped else "meta", mmap=zipped, weights_only=True)
         if others := [key for key, value in held.items() if not isinstance(key, str) or not torch.is_tensor(value)]:
             raise TypeError(f"a state dict maps names to tensors, and {_reason(others[0])} isn't so")
         return {key: value.to("meta") for key, value in held.items()}
-    except Exception as error:
-        raise InvalidPatcherError(
-            f"{path} isn't a state dict that a load could read: {_reason(error)}. Fetch it again, from a source that "
-            "you trust."
-        ) from error
-
-
-def _check_file(path: Path, largest: int | None = _LARGEST) -> None:
-    """Raise for what isn't a regular file: whoever opens a pipe waits, and a device has no end."""
-    if not path.is_file():
-        raise _no_file(path)
-    if largest is not None and path.stat().st_size > largest:
-        raise InvalidPatcherError(f"{path} has more than {largest:,} bytes, which no file of its kind has.")
-
-
-def _no_file(path: Path) -> InvalidPatcherError:
-    return InvalidPatcherError(
-        f"{path} isn't a regular file, but a folder, a pipe, a device or a link that leads nowhere. Fetch it again."
-    )
 
 
 def _reason(error: object) -> str:
@@ -237,69 +210,24 @@ def _reason(error: object) -> str:
     return f"{type(error).__name__}: {text[:300]}"
 
 
-def _tensors(metadata: Any) -> dict[str, torch.Tensor]:
-    """What a header names that the hub gave, which no library has checked against its file.
+def _headers_of_repo(repo: str, subfolder: str, names: list[str], hub: Mapping[str, Any]) -> Headers:
+    """The headers of a repo on the hub, of which nothing else is fetched."""
+    options: dict[str, Any] = {"revision": hub.get("revision"), "token": hub.get("token")}
 
-    Raises:
-        InvalidPatcherError: a load would not read it.
-    """
-    tensors, end = {}, 0
+    def tensors_of(name: str) -> dict[str, torch.Tensor]:
+        found = parse_safetensors_file_metadata(repo, Path(subfolder, name).as_posix(), **options)
+        return {key: _on_meta(info.shape, str_to_torch_dtype[info.dtype]) for key, info in found.tensors.items()}
+
     try:
-        for key, info in sorted(metadata.tensors.items(), key=lambda item: tuple(item[1].data_offsets)):
-            tensor = tensors[key] = _on_meta(info.shape, str_to_torch_dtype[info.dtype])
-            begin, end = end, end + tensor.numel() * tensor.element_size()
-            if tuple(info.data_offsets) != (begin, end):
-                raise ValueError(f"{key} lies at {info.data_offsets}, and not where the tensor before it ends")
+        try:
+            return Headers(f"{repo} ({names[0]})", tensors_of(names[0]))
+        except EntryNotFoundError:
+            index = hf_hub_download(repo, names[1], subfolder=subfolder, cache_dir=hub.get("cache_dir"), **options)
+            with ThreadPoolExecutor(8) as pool:
+                parts = pool.map(tensors_of, shards_of_index(Path(index)))
+            return Headers(f"{repo} ({names[1]})", {key: value for part in parts for key, value in part.items()})
     except Exception as error:
         raise InvalidPatcherError(
-            f"the file on the hub has no header that a load could read: {_reason(error)}. Pass another revision=."
+            f"the headers of safetensors files of {repo} can't be read on the hub: {_reason(error)}. Download the "
+            "repo, and pass the folder."
         ) from error
-    return tensors
-
-
-def _headers_of_repo(repo: str, subfolder: str, names: list[str], hub: Mapping[str, Any]) -> Headers:
-    from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError
-
-    def below(name: str) -> str:
-        return f"{subfolder}/{name}" if subfolder else name
-
-    places: dict[str, Any] = {"revision": hub.get("revision"), "cache_dir": hub.get("cache_dir")}
-    if hub.get("local_files_only") or constants.HF_HUB_OFFLINE:  # what was downloaded before
-        for name in names:
-            found = try_to_load_from_cache(repo, below(name), **places)
-            if isinstance(found, str):
-                return _headers_of_file(Path(found))
-        raise InvalidPatcherError(
-            f"{repo} isn't a folder, its checkpoint isn't in the cache, and nothing may be fetched (offline). "
-            "Pass a folder, or a config."
-        )
-    token, api = hub.get("token"), HfApi()
-
-    def parsed(name: str) -> dict[str, torch.Tensor]:
-        revision = hub.get("revision")
-        return _tensors(api.parse_safetensors_file_metadata(repo, below(name), revision=revision, token=token))
-
-    whole, index = names[:2]
-    if not whole.endswith(".safetensors"):
-        raise _of_another_kind(repo, names)
-    try:
-        return Headers(f"{repo} ({whole})", parsed(whole))
-    except EntryNotFoundError:
-        pass
-    try:
-        fetched = hf_hub_download(repo, below(index), token=token, **places)
-    except EntryNotFoundError as error:
-        raise _of_another_kind(repo, names) from error
-    tensors: dict[str, torch.Tensor] = {}
-    with ThreadPoolExecutor(8) as pool:
-        for part in pool.map(parsed, _shards(Path(fetched))):
-            tensors.update(part)
-    return Headers(f"{repo} ({index})", tensors)
-
-
-def _of_another_kind(repo: str, names: list[str]) -> InvalidPatcherError:
-    return InvalidPatcherError(
-        f"{repo} has no {names[0]} and no {names[1]}, and of files of another kind the weights can't be left out. "
-        "Download the repo, and pass the folder."
-    )

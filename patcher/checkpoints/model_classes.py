@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import reprlib
@@ -14,7 +13,6 @@ from typing import Any
 import transformers
 from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
-from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from patcher.compat.modeling_code import module_subclasses
@@ -44,27 +42,25 @@ def config_of(model: Any, options: Mapping[str, Any]) -> PretrainedConfig:
     if not isinstance(model, str | os.PathLike):
         raise InvalidPatcherError(
             f"a model is named by its repo, its folder or its config, found {reprlib.repr(model)} "
-            f"({type(model).__name__}); {_instead_of(model)}."
+            f'({type(model).__name__}); write "./folder", the name of a repo, or for a model in memory model.config.'
         )
     places = {name: value for name, value in options.items() if name in PLACES - {"variant"}}
     file = Path(model, options.get("subfolder") or "", "config.json")
-    if file.exists() and not file.is_file():  # whoever opens a pipe waits
-        raise InvalidPatcherError(f"{file} isn't a regular file, but a folder, a pipe or a device. Fetch it again.")
-    if not Path(model).exists():
-        _reach_hub(str(model), places)
     try:
+        if file.exists() and not file.is_file():  # whoever opens a pipe waits
+            raise ValueError(f"{file} isn't a regular file, but a folder, a pipe or a device")
+        if not Path(model).exists():
+            _reach_hub(str(model), places)
         config: PretrainedConfig = AutoConfig.from_pretrained(model, **places)
-    except OSError as error:
-        if file.is_file():
-            raise InvalidPatcherError(f"{file} isn't a config of a model ({_line(error)}). Fetch it again.") from error
-        raise _no_model(model, error) from error
-    except ValueError as error:
-        raise _no_model(model, error) from error
     except Exception as error:
-        raise InvalidPatcherError(
-            f"the config of {model} can't be read, {type(error).__name__}: {str(error)[:500]}. Fetch it again, or "
-            "install the release of transformers that knows it."
-        ) from error
+        if not Path(model).exists():
+            hint = "There is no such folder: write the path of one that is there, or a repo that can be reached."
+        elif not file.exists():
+            hint = "It has no config.json: write the folder of a model; for an adapter, that of its base model."
+        else:
+            hint = "Fetch its config.json again, or install the release of transformers that knows it."
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        raise InvalidPatcherError(f"{str(model)!r} isn't a model that can be used here. {hint} ({reason})") from error
     return _checked(config, str(model))
 
 
@@ -79,32 +75,7 @@ def _reach_hub(repo: str, places: Mapping[str, Any]) -> None:
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled):
         return  # transformers says what that means
     except Exception as error:
-        raise _no_model(repo, OSError(f"{constants.ENDPOINT} can't be reached: {_line(error)}")) from error
-
-
-def _no_model(model: str | os.PathLike[str], error: Exception) -> InvalidPatcherError:
-    folder, hint = Path(model), ""
-    if (base := _base_of_adapter(folder)) is not None:
-        hint = f"It is an adapter: write the model that it is for, {base!r}. "
-    elif folder.is_dir() and not (folder / "config.json").is_file():
-        hint = "It has no config.json: write the folder that save_pretrained has written. "
-    elif not folder.exists() and isinstance(error, OSError):
-        hint = "There is no such folder: write the path of one that is there, or a repo that can be reached. "
-    return InvalidPatcherError(f"{str(model)!r} isn't a model that can be used here. {hint}({_line(error)})")
-
-
-def _base_of_adapter(folder: Path) -> str | None:
-    """The model that the adapter in a folder is for, None if the folder holds none or doesn't say."""
-    try:
-        found = json.loads((folder / "adapter_config.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
-    base = found.get("base_model_name_or_path") if isinstance(found, dict) else None
-    return base if isinstance(base, str) and base else None
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:500]
+        raise OSError(f"{constants.ENDPOINT} can't be reached: {error}") from error
 
 
 def _checked(config: PretrainedConfig, where: str) -> PretrainedConfig:
@@ -120,17 +91,6 @@ def _checked(config: PretrainedConfig, where: str) -> PretrainedConfig:
                     "again, or correct it."
                 )
     return config
-
-
-def _instead_of(model: Any) -> str:
-    """What names the model that was probably meant by something else."""
-    if isinstance(model, nn.Module):
-        path = getattr(model, "name_or_path", "")
-        folder = f", or the folder that it was loaded from, {path!r}" if path else ""
-        return f"for a model in memory write model.config{folder}"
-    if isinstance(model, type) and (config := getattr(model, "config_class", None)) is not None:
-        return f"for a class of model write {config.__name__}(), model_class={model.__name__}"
-    return 'write "./folder", or the name of a repo'
 
 
 def model_class_of(
@@ -178,10 +138,10 @@ def _named(
     for auto, reference in (getattr(config, "auto_map", None) or {}).items():
         if str(reference).rpartition(".")[2] == name and (found := _brought(auto, config, model, options)):
             return found
-    cls = getattr(transformers, name, None)
-    known = module_subclasses() if cls is None else [cls]  # those of a module that registers its own
-    models = (cls for cls in known if isinstance(cls, type) and issubclass(cls, PreTrainedModel))
-    return next((model for model in models if cls is not None or model.__name__ == name), None)
+    found = getattr(transformers, str(name), None)
+    # A module may register its own.
+    known = [cls for cls in module_subclasses() if cls.__name__ == name] if found is None else [found]
+    return next((cls for cls in known if isinstance(cls, type) and issubclass(cls, PreTrainedModel)), None)
 
 
 def _brought(

@@ -170,15 +170,17 @@ def _structure(module: nn.Module | None, group: Iterable[str] = ()) -> Any:
     """What of a module decides what its code does, but for the values of its attributes."""
     if module is None:
         return None
-    attributes = tuple(
-        (name, value if callable(value) or name in ("inplace", "max_norm") else (type(value), is_plain(value)))
-        for name, value in vars(module).items()
-        if name not in _OF_TORCH
-    )
+    attributes = tuple((name, _kind(name, value)) for name, value in vars(module).items() if name not in _OF_TORCH)
     held = tuple((name, value is None) for name, value in (*module._parameters.items(), *module._buffers.items()))
     children = tuple((name, None if name in group else _structure(each)) for name, each in module._modules.items())
     has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
     return type(module), has_hooks, attributes, held, children
+
+
+def _kind(name: str, value: Any) -> Any:
+    if callable(value) or name in ("inplace", "max_norm"):
+        return value
+    return type(value), isinstance(value, list | tuple) and is_plain(value)
 
 
 def _forms_of(

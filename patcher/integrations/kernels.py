@@ -7,26 +7,16 @@ its kernel as in the stock model.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
-from patcher.compat.models import (
-    ModelView,
-    chooses_kernel,
-    functions_alone,
-    kernel_functions,
-    kernel_name,
-    named_modules,
-    stock_class,
-)
+from patcher.compat.models import ModelView, chooses_kernel, functions_alone, kernel_name, stock_class
 from patcher.compat.seams import Stock, seam, seams_in
 from patcher.errors import InvalidPatcherError
 from patcher.loading.hooks.loads import current_load
 from patcher.loading.integration import Integration, register
-from patcher.loading.load import Constructed
 
 
 class _Kernelizable(ModelView):
@@ -65,29 +55,6 @@ def register_layouts(stock: Stock, mapping: Mapping[str, type[nn.Module]], *args
     stock(mapping, *args, **kwargs)
 
 
-def check(load: Constructed) -> None:
-    """Refuse a kernel that nothing of the model would run.
-
-    Raises:
-        InvalidPatcherError: the patcher replaces all modules that have the kernel, or the function that it is for.
-    """
-    wanted = getattr(load.options.get("kernel_config"), "kernel_mapping", None)
-    kept, taken = set[str](), dict[str, str]()
-    for path, module in named_modules(load.model) if isinstance(wanted, Mapping) else ():
-        cls = stock_class(module)
-        for name, is_kept in {kernel_name(cls): _takes_kernel(module), **_functions(module)}.items():
-            kept.update({name} if is_kept else ())
-            taken.setdefault(name, f"{cls.__name__} (at {path})")
-    for name in wanted or () if taken else ():
-        if name in taken and name not in kept:
-            raise InvalidPatcherError(
-                f"kernel_config= has a kernel for {name!r}, which no module would run: in {taken[name]} and all "
-                "others that transformers has it for, the patcher has replaced the class, a module of it, or the "
-                "function. "
-                f"Take {name!r} out of kernel_config=, or its classes and functions out of the patcher."
-            )
-
-
 def _takes_kernel(module: nn.Module) -> bool:
     """Whether the forward of a module is stock's, all through, or one that has chosen a kernel itself."""
     original = stock_class(module)
@@ -96,10 +63,4 @@ def _takes_kernel(module: nn.Module) -> bool:
     return not kernel_name(original) or all(type(each) is stock_class(each) for each in module.modules())
 
 
-def _functions(module: nn.Module) -> dict[str, bool]:
-    """The functions with a kernel of a module, and whether it calls them: a patcher may have replaced them."""
-    called = inspect.unwrap(type(module).forward).__globals__.values()
-    return {name: any(each is function for each in called) for name, function in kernel_functions(module).items()}
-
-
-register(Integration("kernels", seams_in(__name__), on_constructed=check))
+register(Integration("kernels", seams_in(__name__)))

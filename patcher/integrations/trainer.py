@@ -118,21 +118,15 @@ def _check_parameters(model: nn.Module, checkpoint: Path) -> None:
 
 def _as_in_transformers(model: nn.Module, here: Mapping[str, str]) -> dict[str, str]:
     """What a run of the stock model would have trained of what this one trains; adapters are taken as they are."""
-    parts = {
-        f"{inside(path)}{name}"
-        for path, _, carried in carriers_in(model)
-        for layout in carried.all
-        if any(f"{inside(path)}{fused}" in here for fused in layout.fused)
-        for name in layout.stock
-    }
-    as_they_are = {name for name, how in here.items() if not how}
+    layouts = [layout for each in carriers_in(model) for layout in each.all]
+    there = {name for layout in layouts if not here.keys().isdisjoint(layout.fused) for name in layout.stock}
+    as_they_are = dict.fromkeys((name for name, how in here.items() if not how), "")
     names = [
         f"{inside(path)}{name}"
         for path, part, record in patched_models(model)
         for name, _ in named_parameters(skeleton(record.model_class, part.config))
     ]
-    names = [name for name in names if name in as_they_are or name in parts]
-    return dict.fromkeys([*names, *(name for name in here if name in as_they_are)], "")
+    return dict.fromkeys((name for name in names if name in as_they_are.keys() | there), "") | as_they_are
 
 
 def _is_patched(model: nn.Module) -> bool:

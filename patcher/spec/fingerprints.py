@@ -93,8 +93,9 @@ def check_pins(patcher: Patcher, model_class: type[nn.Module] | None = None) -> 
     Raises:
         PresetDriftError: with the names of what changed.
     """
-    homes = filter(is_modeling_module, list(sys.modules)) if model_class is None else [model_class.__module__]
-    _check_fingerprints(patcher, {*homes, *_homes_of_targets(patcher)})
+    _check_fingerprints(
+        patcher, filter(is_modeling_module, list(sys.modules)) if model_class is None else [model_class.__module__]
+    )
     installed = transformers.__version__
     if patcher.transformers and not SpecifierSet(patcher.transformers).contains(installed, prereleases=True):
         warn(
@@ -117,14 +118,7 @@ def check_built(patcher: Patcher, classes: Iterable[type], home: str, *, all_the
         PresetDriftError: with the names of what changed.
     """
     bases = {base.__module__ for cls in classes for base in cls.__mro__} if patcher.fingerprints else ()
-    homes = {home, *filter(is_modeling_module, bases), *_homes_of_targets(patcher)}
-    _check_fingerprints(patcher, homes, all_there=all_there)
-
-
-def _homes_of_targets(patcher: Patcher) -> set[str]:
-    """The modules of what `like` keys compare with: a pin of a target counts whatever model is loaded."""
-    keys = (*patcher.class_mapping, *patcher.function_mapping) if patcher.fingerprints else ()
-    return {key.resolve().__module__ for key in keys if isinstance(key, Like)}
+    _check_fingerprints(patcher, [home, *filter(is_modeling_module, bases)], all_there=all_there)
 
 
 def homes_of(names: Iterable[str]) -> list[tuple[str, str]]:
@@ -167,8 +161,12 @@ def _check_fingerprints(patcher: Patcher, homes: Iterable[str], *, all_there: bo
     Args:
         homes: the modules. What was made in memory, as code generation does, isn't installed code that can drift.
     """
+    if not patcher.fingerprints:
+        return
     pinned: dict[tuple[str, int], Any] = {}
-    for home in homes if patcher.fingerprints else ():
+    # A pin of what a `like` key compares with counts whatever model is loaded.
+    keys = (*patcher.class_mapping, *patcher.function_mapping)
+    for home in {*homes, *(key.resolve().__module__ for key in keys if isinstance(key, Like))}:
         names: dict[str, Any] = getattr(sys.modules.get(home), "__dict__", {})
         for key in patcher.fingerprints if Path(names.get("__file__") or "").is_file() else ():
             module, _, name = key.rpartition(":")

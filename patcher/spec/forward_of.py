@@ -81,24 +81,23 @@ def forward_of(layer: type[nn.Module] | Loads) -> ForwardOf:
     layer = layer if isinstance(layer, type) or not hasattr(layer, "load") else layer.load()
     if not (isinstance(layer, type) and issubclass(layer, nn.Module)):
         raise InvalidPatcherError(f"forward_of takes a class of modules, found {layer!r}; write forward_of(Layer).")
-    name, instead = layer.__qualname__, "give the class itself as the replacement, derived from what it replaces"
-    if layer.forward is nn.Module.forward:
-        raise InvalidPatcherError(f"forward_of: {name} has no forward.")
-    if layer.__init__ is not nn.Module.__init__:
-        raise InvalidPatcherError(f"forward_of: {name} has an __init__ of its own, which would not run; {instead}.")
     own = layer.__mro__[: layer.__mro__.index(nn.Module)]
     members = {member for cls in own for member in vars(cls)} - {*FLAGS} - {"forward"}
-    if members := {member for member in members if not (member.startswith("__") and member.endswith("__"))}:
-        raise InvalidPatcherError(
-            f"forward_of: {name} has {', '.join(sorted(members))} besides its forward, which the original would not "
-            f"have; {instead}, or make functions of them."
-        )
-    if not isinstance(layer.forward, types.FunctionType) or "__class__" in layer.forward.__code__.co_freevars:
-        raise InvalidPatcherError(
-            f"forward_of: {name}.forward is not a plain function without super(), which means another class on the "
-            f"original; {instead}."
-        )
-    return ForwardOf(layer)
+    members = {member for member in members if not (member.startswith("__") and member.endswith("__"))}
+    if layer.forward is nn.Module.forward:
+        reason = "has no forward"
+    elif layer.__init__ is not nn.Module.__init__:
+        reason = "has an __init__ of its own, which would not run"
+    elif members:
+        reason = f"has {', '.join(sorted(members))} besides its forward, which the original would not have"
+    elif not isinstance(layer.forward, types.FunctionType) or "__class__" in layer.forward.__code__.co_freevars:
+        reason = "has a forward that is not a plain function without super(), which has another meaning there"
+    else:
+        return ForwardOf(layer)
+    raise InvalidPatcherError(
+        f"forward_of: {layer.__qualname__} {reason}; give the class itself as the replacement, derived from what it "
+        "replaces."
+    )
 
 
 class _Made(type):

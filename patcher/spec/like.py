@@ -72,17 +72,6 @@ class Like(str):
         """
         return difference(self.resolve(), other)
 
-    def matching(self, model_class: type[nn.Module]) -> list[str]:
-        """The names in the modeling file of a model of what computes the same as the target.
-
-        >>> from patcher import like
-        >>> from transformers import MistralForCausalLM
-        >>> like("LlamaRMSNorm").matching(MistralForCausalLM)
-        ['MistralRMSNorm']
-        """
-        names = vars(sys.modules[model_class.__module__])
-        return sorted(name for name, value in list(names.items()) if self.matches(value))
-
 
 def like(target: str | type | Callable[..., Any]) -> Like:
     """A key of a `class_mapping` or `function_mapping` that means all that computes the same, whatever it is called.

@@ -18,6 +18,7 @@ from transformers.core_model_loading import WeightTransform
 from patcher.compat.conversions import copy_transform, source_patterns, target_patterns
 from patcher.display.parts import Table
 from patcher.errors import InvalidPatcherError, NoSuchNameError, PatchConflictError
+from patcher.expressions import cut
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusions_configured
 from patcher.layouts.transforms import identity
@@ -39,10 +40,10 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 def _naming_its_parameters(init: Init) -> Init:
     @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+    def __init__(self: Any, /, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         for name in (name for name in kwargs if name not in FIELDS):
             hint = did_you_mean(name, FIELDS, f"it has {', '.join(FIELDS)}.")
-            raise InvalidPatcherError(f"a Patcher has no parameter {name!r}; {hint}")
+            raise InvalidPatcherError(f"a Patcher has no parameter {cut(name)!r}; {hint}")
         init(self, *args, **kwargs)
 
     return __init__  # type: ignore[return-value]
@@ -139,7 +140,7 @@ class Patcher:
         alternatives: Iterable[Iterable[str]] = (),
     ) -> None:
         given = locals()
-        vars(self).update({name: kept(name, given[name]) for name, (kept, _) in FIELDS.items()})
+        vars(self).update({name: kept(name, given[name]) for name, kept in FIELDS.items()})
         vars(self)["alternatives"] = groups_of(self.class_mapping, self.alternatives)
         for name in self.fingerprints:  # names of classes that there are: two expressions must not both match one
             find_key(name, self.class_mapping)
@@ -162,13 +163,6 @@ class Patcher:
         raise NoSuchNameError(f"a Patcher is immutable; use patcher.replace({name}=...) for a changed copy")
 
     __delattr__ = __setattr__
-
-    @property
-    def __enter__(self) -> NoReturn:
-        """`with` looks for it before anything else. A Patcher isn't a context manager."""
-        raise NoSuchNameError("a Patcher isn't a block by itself; write `with patcher.applied():`.")
-
-    __aenter__ = __enter__
 
     def __copy__(self) -> Patcher:
         return self

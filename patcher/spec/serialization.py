@@ -4,19 +4,18 @@
 {"schema": 1, "fusions": ["qkv"], "new_weights": ["adapter"]}
 ```
 
-What is read may come from anyone. So nothing in it is ever looked up by what it says: fusions come from a table,
-classes from an allow-list that the caller gives, and everything else must be of the one type that belongs there, and
-of limited size. What the constructor of `Patcher` validates is validated there only. Expressions are compiled there,
-and searched only when the patcher is used. Conversions are code: a class that is named may carry them.
+What is read may come from anyone. So it must be JSON of limited size, and nothing in it is ever looked up by what it
+says: fusions come from a table, classes from an allow-list that the caller gives. What the constructor of `Patcher`
+validates is validated there only. Expressions are compiled there, and searched only when the patcher is used.
+Conversions are code: a class that is named may carry them.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import reprlib
 import sys
-import types
-import typing
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -24,22 +23,19 @@ from typing import Any, TypeVar
 from transformers.core_model_loading import WeightTransform
 
 from patcher.errors import InvalidPatcherError
-from patcher.expressions import cut
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import FAMILIES, fusions_configured
 from patcher.layouts.transforms import describe
-from patcher.patterns import did_you_mean
 from patcher.spec.forward_of import ForwardOf, forward_of
-from patcher.spec.validation import FIELDS, MAPPINGS
+from patcher.spec.validation import MAPPINGS
 
 #: What the text of such a value begins with.
 FORWARD_OF = "forward_of:"
 #: Raised by one when a dict that is written now would be misread by the release before.
 SCHEMA = 1
 
-# More of anything than this isn't a patcher. Expressions are the costly ones: compiling takes time and memory.
-_LONGEST_TEXT = 10_000
-_MOST_ITEMS = 10_000
+#: Longer data isn't that of a patcher.
+_LONGEST = 1_000_000
 
 _NO_CONVERSIONS = (
     "can't be written as data. Put it into the `conversion_mapping` of the class that needs it, which has a name, or "
@@ -113,29 +109,40 @@ def from_dict(
         make: the constructor of a patcher.
     """
     what = "the data of a patcher"
-    given = _typed(what, data, dict[str, Any])
+    try:
+        text = json.dumps(data)  # also a copy, of the types that JSON has
+        if len(text) > _LONGEST:
+            raise ValueError(f"it has {len(text):,} characters")
+        given = json.loads(text)
+        if not isinstance(given, dict):
+            raise TypeError(f"it is {reprlib.repr(given)}")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidPatcherError(
+            f"{what}: expected an object of JSON of at most {_LONGEST:,} characters: {str(error)[:200]}."
+        ) from error
     schema = given.pop("schema", None)
     if type(schema) is not int or schema != SCHEMA:
         raise InvalidPatcherError(
-            f"{what}: this release reads schema {SCHEMA}, found {_short(schema)}; "
+            f"{what}: this release reads schema {SCHEMA}, found {reprlib.repr(schema)}; "
             "write it with Patcher.to_dict(), or install the release of patcher that wrote it."
         )
     if "extra_weight_conversions" in given:
         raise InvalidPatcherError(f"{what}: a conversion {_NO_CONVERSIONS}")
-    permitted, settings = _permitted(allowed), _object(what, given, {name: data for name, (_, data) in FIELDS.items()})
-    settings["fusions"] = [_fusion("fusions", item) for item in settings.get("fusions", [])]
-    named = {field: settings[field] for field in MAPPINGS if field in settings}
-    for field, key, value in ((field, *item) for field, mapping in named.items() for item in mapping.items()):
-        where = value.removeprefix(FORWARD_OF)
+    permitted = _permitted(allowed)
+    mappings = {field: given[field] for field in MAPPINGS if isinstance(given.get(field), dict)}
+    for field, key, value in ((field, *item) for field, mapping in mappings.items() for item in mapping.items()):
+        where = str(value).removeprefix(FORWARD_OF)
         if where not in permitted:
             raise InvalidPatcherError(
-                f"{field}[{_short(key)}]: {_short(where)} is not on the list of what may be imported "
+                f"{field}[{reprlib.repr(key)}]: {reprlib.repr(where)} is not on the list of what may be imported "
                 f"({', '.join(permitted) or 'it is empty'}). If you trust that code, write "
-                f"Patcher.from_dict(data, allowed=[{_short(where)}])."
+                f"Patcher.from_dict(data, allowed=[{reprlib.repr(where)}])."
             )
-    for field, mapping in named.items():
-        settings[field] = {key: _value(f"{field}[{key!r}]", value, permitted) for key, value in mapping.items()}
-    return make(**settings)
+    for field, mapping in mappings.items():
+        given[field] = {key: _value(f"{field}[{key!r}]", value, permitted) for key, value in mapping.items()}
+    if isinstance(given.get("fusions"), list):
+        given["fusions"] = [_fusion("fusions", each) if isinstance(each, dict) else each for each in given["fusions"]]
+    return make(**given)
 
 
 def _value(field: str, value: str, permitted: Mapping[str, Any]) -> Any:
@@ -155,7 +162,8 @@ def _permitted(allowed: Any) -> dict[str, Callable[..., Any] | None]:
             permitted[f"{item.__module__}:{item.__qualname__}"] = item
         else:
             raise InvalidPatcherError(
-                f"allowed takes classes and functions, or texts such as 'package.module:Class', found {_short(item)}."
+                "allowed takes classes and functions, or texts such as 'package.module:Class', found "
+                f"{reprlib.repr(item)}."
             )
     return permitted
 
@@ -180,56 +188,10 @@ def _imported(field: str, where: str) -> Any:
     return found
 
 
-def _fusion(field: str, value: Any) -> str | Fusion:
-    if isinstance(value, str):
-        return typing.cast(str, _typed(field, value, str))
-    data = _object(field, value, {"name": str, "options": dict[str, Any]})
-    name = _typed(field, data.get("name"), str)
-    options = {
-        key: _typed(f"{field}: {name!r}: {key}", option, bool | int | str | list[str] | dict[str, list[str]])
-        for key, option in data.get("options", {}).items()
-    }
-    return fusions_configured(name, options)[0]
-
-
-_NAMES: dict[Any, str] = {str: "a text", list: "a list", dict: "an object with names as keys"}
-
-
-def _typed(field: str, value: Any, hint: Any) -> Any:
-    """A value that is of the type that an annotation says, copied."""
-    kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
-    if kind is Any:
-        return value
-    if kind in (types.UnionType, typing.Union):
-        for part in inner:
-            with suppress(InvalidPatcherError):
-                return _typed(field, value, part)
-    elif type(value) is kind or (kind in _NAMES and isinstance(value, kind)):
-        most = _LONGEST_TEXT if kind is str else _MOST_ITEMS
-        if kind in _NAMES and len(value) > most:
-            raise InvalidPatcherError(f"{cut(field)}: {len(value):,} is too long, at most {most:,} make sense.")
-        if kind is list:
-            return [_typed(field, item, inner[0]) for item in value]
-        if kind is not dict:
-            return value
-        if all(isinstance(key, str) for key in value):
-            named = [(_typed(field, key, str), item) for key, item in value.items()]
-            return {key: _typed(f"{field}[{_short(key)}]", item, inner[1]) for key, item in named}
-    name = _NAMES.get(kind, kind.__name__ if hint is kind and isinstance(kind, type) else str(hint))
-    raise InvalidPatcherError(f"{cut(field)}: expected {name}, found {_short(value)}.")
-
-
-def _object(field: str, value: Any, shape: Mapping[str, Any]) -> dict[str, Any]:
-    """An object whose keys and values are those of the shape; what is missing is missing."""
-    data = _typed(field, value, dict[str, Any])
-    for key in (key for key in data if key not in shape):
-        hint = did_you_mean(key, shape, f"known: {', '.join(shape)}.")
-        raise InvalidPatcherError(f"{field}: unknown key {_short(key)}; {hint}")
-    return {key: _typed(f"{field}: {key}", item, shape[key]) for key, item in data.items()}
-
-
-def _short(value: Any) -> str:
-    """A value for a message, whatever it is: cut, however deep or long."""
-    if isinstance(value, str | list | dict | bool | float | None) or (isinstance(value, int) and abs(value) < 10**18):
-        return reprlib.repr(value)
-    return f"a {type(value).__name__}"
+def _fusion(field: str, data: Mapping[str, Any]) -> str | Fusion:
+    options = data.get("options", {})
+    if data.keys() - {"name", "options"} or not isinstance(options, dict):
+        raise InvalidPatcherError(
+            f"{field}: a fusion is a name, or an object of a name and its options, found {reprlib.repr(data)}."
+        )
+    return fusions_configured(data.get("name"), options)[0]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -76,19 +74,13 @@ def function_mapping(field: str, mapping: Any) -> Mapping[str, Callable[..., Any
                 f"{field}: a key is the name of a function, or module:name, found {key!r}; write for instance "
                 "'apply_rotary_pos_emb' or 'transformers.models.llama.modeling_llama:apply_rotary_pos_emb'."
             )
-        if not callable(function) or isinstance(function, type | nn.Module):
+        if not callable(function) or isinstance(function, type | nn.Module) or type(function).__hash__ is None:
             kind = type(function).__name__
             raise InvalidPatcherError(
-                f"{field}[{key!r}] must be a function, found {function!r} ({kind}); write a function with the "
-                "parameters of the one that it replaces. Classes belong into class_mapping, by the name of the class."
+                f"{field}[{key!r}] must be a function that has a hash, found {function!r} ({kind}); write a function "
+                "with the parameters of the one that it replaces. Classes belong into class_mapping, by their "
+                "names."
             )
-        try:
-            hash(function)
-        except TypeError as error:
-            raise InvalidPatcherError(
-                f"{field}[{key!r}]: {function!r} has no hash, so that two patchers with it can't be compared; write a "
-                "function that calls it."
-            ) from error
     return MappingProxyType(dict(mapping))
 
 
@@ -96,8 +88,7 @@ def _checked_mapping(field: str, mapping: Any, what: str, instead: str, *, may_b
     """What must be a mapping. Keys that begin with "like:", as data has them, become what they mean."""
     if not isinstance(mapping, Mapping):
         raise InvalidPatcherError(
-            f"{field} must map {what}, found {mapping!r} ({type(mapping).__name__}); write "
-            f"{_meant(mapping) or instead}."
+            f"{field} must map {what}, found {mapping!r} ({type(mapping).__name__}); write for instance {instead}."
         )
     if not may_be_like:
         return dict(mapping)
@@ -110,35 +101,16 @@ def _check_replacement(what: str, cls: Any) -> None:
         return
     if not isinstance(cls, type):
         kind = "an object of the class" if isinstance(cls, nn.Module) else type(cls).__name__
-        raise InvalidPatcherError(f"{what} must be a class, found {cls!r} ({kind}); {_class_instead(cls)}.")
+        raise InvalidPatcherError(
+            f"{what} must be a class, found {cls!r} ({kind}); write the class itself, derived "
+            "from the class that it replaces: not an object, its name, or a function that makes one."
+        )
     if not issubclass(cls, nn.Module):
         raise InvalidPatcherError(
             f"{what} must be a subclass of nn.Module, found {cls.__qualname__}, which derives "
             f"from {', '.join(base.__name__ for base in cls.__bases__)}; write class {cls.__name__}(nn.Module)."
         )
     transforms(f"{cls.__qualname__}.conversion_mapping", getattr(cls, "conversion_mapping", ()))
-
-
-def _class_instead(value: Any) -> str:
-    """What to write in place of what isn't a class."""
-    if isinstance(value, nn.Module):
-        return f"write the class itself, {type(value).__name__}, not an object"
-    if isinstance(value, str):
-        return "write the class itself, not its name"
-    if isinstance(value, partial) and isinstance(value.func, type):
-        cls = value.func.__name__
-        given = [f"{cls}.__init__", *map(repr, value.args)]
-        given += [f"{name}={item!r}" for name, item in value.keywords.items()]
-        return (
-            "give a class whose __init__ has these arguments: "
-            f"write class My{cls}({cls}): __init__ = functools.partialmethod({', '.join(given)})"
-        )
-    if callable(value):
-        return (
-            "a function can't take the place of a class: write a subclass of the class that it replaces or makes, and "
-            "put what the function does into its __init__ or its forward"
-        )
-    return "write the class itself, not an object"
 
 
 def not_a_patcher(call: str, value: Any) -> InvalidPatcherError:
@@ -148,33 +120,14 @@ def not_a_patcher(call: str, value: Any) -> InvalidPatcherError:
         call: how the function is called, with `{}` for the patcher.
     """
     function = call.partition("(")[0].partition("{")[0]
-    instead = call.format(_meant(value) or 'Patcher({"LlamaMLP": MyMLP})')
+    advice = "for instance " + call.format('Patcher({"LlamaMLP": MyMLP}, fusions=["qkv"])')
+    if isinstance(value, tuple | list):
+        advice = (
+            f"{call.format('patchers[0]')} for one of them, or {call.format('patchers[0] | patchers[1]')} for both"
+        )
     return InvalidPatcherError(
-        f"{function} takes a patcher.Patcher, found {reprlib.repr(value)} ({type(value).__name__}); write {instead}."
+        f"{function} takes a patcher.Patcher, found {reprlib.repr(value)} ({type(value).__name__}); write {advice}."
     )
-
-
-def _meant(value: Any) -> str:
-    """The patcher that was probably meant by something else, "" if that isn't known."""
-    if isinstance(value, str) and value.isidentifier() and value.isupper():
-        return f"presets.{value}"
-    if isinstance(value, type):
-        if issubclass(value, nn.Module):
-            replaced = [base.__name__ for base in value.__mro__[1:] if base.__module__.startswith("transformers.")]
-            return f"Patcher({{{(replaced or ['LlamaMLP'])[0]!r}: {value.__name__}}})"
-        return f"Patcher(fusions={value.__name__}())" if issubclass(value, Fusion) else ""
-    if isinstance(value, Mapping):
-        kind = "from_fusion_config" if value and not any(isinstance(each, type) for each in value.values()) else ""
-        shown = ", ".join(f"{key!r}: {getattr(each, '__name__', each)}" for key, each in value.items())
-        return f"Patcher{kind and f'.{kind}'}({{{shown}}})"
-    if isinstance(value, tuple | list) and value and all(hasattr(each, "applied") for each in value):
-        return repr(value[0]) if hasattr(value, "reason") else " | ".join(map(repr, value))
-    takers: dict[str, Callable[[str, Any], Any]] = {"fusions": fusions, "extra_weight_conversions": transforms}
-    for field, takes in takers.items() if value else ():
-        with suppress(InvalidPatcherError, PatchConflictError):
-            takes(field, value)
-            return f"Patcher({field}={repr(value) if field == 'fusions' else '...'})"
-    return ""
 
 
 def expressions(field: str, values: str | Iterable[str]) -> tuple[str, ...]:
@@ -226,7 +179,9 @@ def transforms(field: str, values: WeightTransform | Iterable[WeightTransform]) 
 
 def fusions(field: str, values: str | Fusion | Iterable[str | Fusion]) -> tuple[str | Fusion, ...]:
     if isinstance(values, Mapping):
-        raise InvalidPatcherError(f"{field} takes no mapping, found {values!r}; write {_meant(values)}.")
+        raise InvalidPatcherError(
+            f"{field} takes no mapping, found {values!r}; write Patcher.from_fusion_config({values!r})."
+        )
     return tuple(dict.fromkeys(map(shortest, _listed(field, values, "a fusion", str, Fusion, type))))
 
 
@@ -252,11 +207,12 @@ def fingerprints(field: str, values: Any) -> Mapping[str, tuple[str, ...]]:
 def groups(field: str, values: Any) -> tuple[tuple[str, ...], ...]:
     result: dict[tuple[str, ...], None] = {}
     for value in _listed(field, values, "a group of class keys"):
-        if isinstance(value, str):
+        listed = [] if isinstance(value, str) else _listed(field, value, "a class key")
+        if isinstance(value, str) or not all(isinstance(key, str) for key in listed):
             raise InvalidPatcherError(
-                f"{field} takes groups of class keys, found the text {value!r}; write {field}=[[{value!r}, ...]]."
+                f"{field} takes groups of class keys, found {value!r}; write {field}=[['LlamaMLP', ...]]."
             )
-        keys = tuple(sorted(set(_listed(field, value, "a class key")), key=str))
+        keys = tuple(sorted(set(listed)))
         if not keys:
             raise InvalidPatcherError(f"{field}: a group without class keys matches no model; take it out.")
         result[keys] = None
@@ -274,22 +230,21 @@ def groups_of(mapping: Mapping[str, Any], groups: tuple[tuple[str, ...], ...]) -
     return tuple(group for group in groups if len(group) > 1 or sum(group[0] in each for each in groups) > 1)
 
 
-#: The parameters of `Patcher`: what checks each, and makes of it what is kept; and what it is as data, in the types of
-#: JSON, nested as they are. None is code.
-FIELDS: dict[str, tuple[Callable[[str, Any], Any], Any]] = {
-    "class_mapping": (class_mapping, dict[str, str]),
-    "filtered_weight_conversion_patterns": (expressions, list[str]),
-    "extra_weight_conversions": (transforms, None),
-    "module_mapping": (module_mapping, dict[str, str]),
-    "function_mapping": (function_mapping, dict[str, str]),
-    "fusions": (fusions, list[Any]),
-    "new_weights": (expressions, list[str]),
-    "dropped_weights": (expressions, list[str]),
-    "strict": (typed(bool), bool),
-    "name": (typed(str), str),
-    "transformers": (specifier, str),
-    "fingerprints": (fingerprints, dict[str, list[str]]),
-    "alternatives": (groups, list[list[str]]),
+#: The parameters of `Patcher`: what checks each, and makes of it what is kept.
+FIELDS: dict[str, Callable[[str, Any], Any]] = {
+    "class_mapping": class_mapping,
+    "filtered_weight_conversion_patterns": expressions,
+    "extra_weight_conversions": transforms,
+    "module_mapping": module_mapping,
+    "function_mapping": function_mapping,
+    "fusions": fusions,
+    "new_weights": expressions,
+    "dropped_weights": expressions,
+    "strict": typed(bool),
+    "name": typed(str),
+    "transformers": specifier,
+    "fingerprints": fingerprints,
+    "alternatives": groups,
 }
 #: Those that map what is replaced to what takes its place.
 MODULE_MAPPINGS = ("class_mapping", "module_mapping")

@@ -1,24 +1,64 @@
-"""The state of an optimizer in the layout of transformers: of a patched model, and into the optimizer of one."""
+"""The state of an optimizer in the layout of transformers: of a patched model, and into the optimizer of one.
+
+What an optimizer has of each parameter is a record, by name. Those of the parameters that a layout joins become one
+where they are the same, but for tensors of the shapes of the parameters, which are joined as the parameters are.
+"""
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
 from torch import nn, optim
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
+from patcher.compat.models import named_parameters
 from patcher.errors import InvalidPatcherError, PatchedWeightsError
-from patcher.layouts.layouts import Layout, Rows
-from patcher.layouts.sharded import keep_pieces, split_like
-from patcher.training.elementwise import not_elementwise, only_moves_values
-from patcher.training.moves import PARAMS, Move, check_shapes, listed, moved, options, same
-from patcher.training.names import Names
+from patcher.fusions.experts.matrices import Matrices
+from patcher.layouts.conversion import Converted
+from patcher.layouts.layouts import Cut, Flatten, Layout, Rows
+from patcher.layouts.operations import only_moves
+from patcher.layouts.sharded import keep_pieces, split_like, whole
+from patcher.layouts.transforms import by_itself
+from patcher.loading.state_dicts import patched_models
+from patcher.loading.stock_view import carriers_in
+from patcher.patterns import compress, inside
+from patcher.resolution.resolution import skeleton
 
+#: Each value is moved by its own gradient and state, and by numbers that are the same for the whole parameter.
+ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.Adamax,
+    optim.AdamW,
+    optim.ASGD,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.SGD,
+)
+#: What `torch.compile` and wrappers call the module that they are around, as `torch.distributed.checkpoint` knows it.
+_AROUND = ("_orig_mod", "_checkpoint_wrapped_module")
 #: Where fusions stay as they are.
 _SAME = "With the same patcher as before use optimizer.state_dict() and optimizer.load_state_dict(state)"
+_ADVICE = (
+    "Parts of one parameter are trained together: put them into one group, or load the model without the fusion or "
+    "conversion that joins them"
+)
+
+
+class Record(NamedTuple):
+    """What an optimizer has of a parameter: the options of its group, which all of the group share, and its state."""
+
+    options: dict[str, Any]
+    state: Mapping[str, Any]
 
 
 def original_optimizer_state_dict(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
@@ -58,16 +98,22 @@ def original_optimizer_state_dict(model: nn.Module, optimizer: optim.Optimizer) 
             values: those of transformers' operations that do, and of this package's fusions, are.
         PatchedWeightsError: parts of an original parameter are trained differently.
     """
-    optimizer, names = _checked(model, optimizer)
-    packed = optimizer.state_dict()
-    own = [names.own[id(parameter)] for parameter in _parameters(optimizer)]
-    groups = [{**group, PARAMS: [own[number] for number in group[PARAMS]]} for group in packed["param_groups"]]
-    state = {own[key] if isinstance(key, int) else key: value for key, value in packed["state"].items()}
-    moves = [
-        Move(layout.fused, layout.stock, tuple(layout.fused_shapes()), layout.separate)
-        for layout in names.made_with(own)
-    ]
-    return moved(groups, state, moves, "the optimizer", names.order)
+    run = _Run(model, optimizer)
+    groups = [_options(group) for group in run.optimizer.param_groups]
+    records = {
+        name: Record(options, run.optimizer.state.get(parameter, {}))
+        for options, members in zip(groups, run.groups, strict=True)
+        for name, parameter in members.items()
+    }
+    records = _converted(records, run.layouts, "the optimizer", is_fused=True)
+    order = {name: place for place, name in enumerate(run.in_transformers(records))}
+    names = sorted(records, key=lambda name: order.get(name, len(order)))
+    packed = []
+    for options, group in zip(groups, run.optimizer.param_groups, strict=True):
+        members = [name for name in names if records[name].options is options]
+        packed.append({**options, "params": members} | ({"param_names": members} if "param_names" in group else {}))
+    states = {name: records[name].state for group in packed for name in group["params"]}
+    return {"state": {name: state for name, state in states.items() if state}, "param_groups": packed}
 
 
 def load_original_optimizer_state_dict(model: nn.Module, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -98,131 +144,223 @@ def load_original_optimizer_state_dict(model: nn.Module, optimizer: optim.Optimi
         PatchedWeightsError: the state is of other parameters or groups, or parts of one parameter were trained
             differently, so that they can't be joined.
     """
-    optimizer, names = _checked(model, optimizer)
-    parameters = {names.own[id(parameter)]: parameter for parameter in _parameters(optimizer)}
-    made = names.made_with(parameters)
-    groups, values = _read(state, names)
-    _check_parameters(parameters, made, {*values, *(name for group in groups for name in group[PARAMS])})
-    moves = [Move(layout.stock, layout.fused, layout.stock_shapes, layout.fuse) for layout in made]
-    found = moved(groups, values, moves, "the state")
-    own = [[names.own[id(parameter)] for parameter in group[PARAMS]] for group in optimizer.param_groups]
-    numbers = {name: number for number, name in enumerate(parameters)}
-    if not not_elementwise(optimizer):
-        for name, entries in found["state"].items():
-            check_shapes(name, entries, parameters[name].shape, "the state")
-    optimizer.load_state_dict(
-        {
-            "state": {
-                numbers[name]: {key: _like(value, parameters[name]) for key, value in entries.items()}
-                for name, entries in found["state"].items()
-            },
-            "param_groups": [
-                {
-                    **_options_of(place, members, found["param_groups"], optimizer.param_groups[place]),
-                    PARAMS: [numbers[name] for name in members],
-                }
-                for place, members in enumerate(own)
-            ],
-        }
-    )
-
-
-def _checked(model: nn.Module, optimizer: optim.Optimizer) -> tuple[optim.Optimizer, Names]:
-    """The optimizer itself, and the names of its parameters.
-
-    Raises:
-        InvalidPatcherError: what it does isn't known to be the same for parts.
-        PatchedWeightsError: it has parameters that the model hasn't.
-    """
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    keep_pieces(model)
-    names = Names.of(model)
-    parameters = _parameters(optimizer)
-    if strange := [tuple(parameter.shape) for parameter in parameters if id(parameter) not in names.own]:
-        raise PatchedWeightsError(
-            f"{len(strange)} of the {len(parameters)} parameters of the optimizer aren't in the model, the first of "
-            f"them {strange[0]}. Make the optimizer of model.parameters(), after whatever changes the model."
-        )
-    own = [names.own[id(parameter)] for parameter in parameters]
-    made = names.made_with(own)
-    if unknown := [
-        name for name in (*own, *(name for layout in made for name in layout.stock)) if name in names.unexplained
-    ]:
-        raise InvalidPatcherError(
-            f"{listed(unknown)} of the model correspond to {listed(names.unexplained[unknown[0]])} of transformers, "
-            f"and no conversion of the patcher tells how. {_SAME}."
-        )
-    # One parameter in the same shape is only renamed, whatever its optimizer does.
-    changed = [layout for layout in made if not (type(layout) is Rows and len(layout.stock) == 1)]
-    if changed and (reason := not_elementwise(optimizer)):
-        raise InvalidPatcherError(
-            f"{type(optimizer).__name__} {reason}, so its state for {listed(changed[0].fused)} isn't that for "
-            f"{listed(changed[0].stock)}. {_SAME}."
-        )
-    for layout in changed:
-        if not only_moves_values(layout):
-            raise InvalidPatcherError(
-                f"{layout} isn't known to only move values, so the state for {listed(layout.fused)} isn't that for "
-                f"{listed(layout.stock)}. {_SAME}."
-            )
-    return optimizer, names
-
-
-# --- what is loaded ------------------------------------------------------------------------------------------------
-
-
-def _read(state: Mapping[str, Any], names: Names) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
-    """The groups and the state of what is to be loaded; what has several names under the first.
-
-    Raises:
-        PatchedWeightsError: it is in another form.
-    """
-    groups = state.get("param_groups")
-    members = [name for group in groups or () for name in group[PARAMS]]
-    if (
-        groups is None
-        or "state" not in state
-        or not all(isinstance(name, str) for name in (*members, *state["state"]))
-    ):
+    run = _Run(model, optimizer)
+    given = state.get("param_groups") or ()
+    members = [name for group in given for name in group["params"]]
+    if not ("state" in state and given and all(isinstance(name, str) for name in (*members, *state["state"]))):
         raise PatchedWeightsError(
             "The state doesn't list the names of parameters, as that of original_optimizer_state_dict(model, "
             f"optimizer) does. What optimizer.state_dict() gives has none. {_SAME}."
         )
-    return (
-        [{**group, PARAMS: [names.first.get(name, name) for name in group[PARAMS]]} for group in groups],
-        {names.first.get(name, name): value for name, value in state["state"].items()},
-    )
-
-
-def _check_parameters(own: Iterable[str], made: Iterable[Layout], given: set[str]) -> None:
-    stock = {name: layout.stock for layout in made for name in layout.fused}
-    wanted = {part for name in own for part in stock.get(name, (name,))}
-    if wanted != given:
-        missing, unknown = (listed(sorted(names)) or "none" for names in (wanted - given, given - wanted))
+    states = {run.first.get(name, name): value for name, value in state["state"].items()}
+    records: dict[str, Record] = {}
+    for group in given:
+        options = _options(group)
+        names = [run.first.get(name, name) for name in group["params"]]
+        records |= {name: Record(options, states.get(name) or {}) for name in names}
+    stock = {name: layout.stock for layout in run.layouts for name in layout.fused}
+    parameters = {name: parameter for group in run.groups for name, parameter in group.items()}
+    wanted = {part for name in parameters for part in stock.get(name, (name,))}
+    if wanted != {*records, *states}:
+        found = ({*records, *states} - wanted, wanted - {*records, *states})
+        unknown, missing = (_listed(sorted(names)) or "none" for names in found)
         raise PatchedWeightsError(
             f"The state is of other parameters than the optimizer, in the layout of transformers: {missing} are the "
             f"optimizer's alone, {unknown} the state's alone. Make the optimizer of the parameters that were trained; "
             "where only some of those were that one parameter is made of now, load the model without the fusion or "
             "conversion that joins them."
         )
+    records = _converted(records, run.layouts, "the state", is_fused=False)
+    place = {name: number for number, name in enumerate(parameters)}
+    groups = []
+    for number, (own, group) in enumerate(zip(run.groups, run.optimizer.param_groups, strict=True)):
+        first, *others = own or ("",)
+        for name in others:
+            if difference := _difference(records[first].options, records[name].options):
+                raise PatchedWeightsError(
+                    f"Group {number} of the optimizer holds {first} and {name}, of groups of the state that differ: "
+                    f"{difference}. Make the groups of the optimizer as they were."
+                )
+        options = records[first].options if own else _options(group)
+        groups.append({**options, "params": [place[name] for name in own]})
+    values = {
+        place[name]: {key: _like(value, parameters[name]) for key, value in record.state.items()}
+        for name, record in records.items()
+        if record.state
+    }
+    run.optimizer.load_state_dict({"state": values, "param_groups": groups})
 
 
-def _options_of(number: int, members: list[str], groups: list[dict[str, Any]], own: dict[str, Any]) -> dict[str, Any]:
-    """The options that the state has for the parameters of a group of the optimizer; its own, if it has none.
+class _Run:
+    """An optimizer, and its parameters by their names in the model without those of wrappers.
+
+    Attributes:
+        optimizer: itself, without what accelerate has around it.
+        groups: for each of its groups name -> parameter.
+        first: each name in the model -> the first of the same parameter.
+        layouts: how those of its parameters are made that are made of others.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: optim.Optimizer) -> None:
+        """Find the names.
+
+        Raises:
+            InvalidPatcherError: what the optimizer does isn't known to be the same for parts.
+            PatchedWeightsError: it has parameters that the model hasn't.
+        """
+        if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+            raise InvalidPatcherError(
+                "FullyShardedDataParallel makes flat pieces of parameters, of which the state of an original can't "
+                "be told. Use torch.distributed.fsdp.fully_shard in its place."
+            )
+        while isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        while isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules:
+            (model,) = model.children()
+        keep_pieces(model)
+        self.model, self.optimizer = model, optimizer
+        own: dict[int, str] = {}
+        self.first = {
+            name: own.setdefault(id(parameter), name)
+            for name, parameter in ((_bare(path), parameter) for path, parameter in named_parameters(model))
+        }
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if strange := [tuple(parameter.shape) for parameter in parameters if id(parameter) not in own]:
+            raise PatchedWeightsError(
+                f"{len(strange)} of the {len(parameters)} parameters of the optimizer aren't in the model, the first "
+                f"of them {strange[0]}. Make the optimizer of model.parameters(), after whatever changes the model."
+            )
+        self.groups = [{own[id(each)]: each for each in group["params"]} for group in optimizer.param_groups]
+        self._made = [layout.named(_bare) for each in carriers_in(model) for layout in each.all]
+        names = {name for group in self.groups for name in group}
+        self.layouts = [layout for layout in self._made if not names.isdisjoint(layout.fused)]
+        for layout in self.layouts:
+            if type(layout) is Rows and len(layout.stock) == 1:
+                continue  # renamed, whatever the optimizer does
+            moves = type(layout) in (Rows, Cut, Flatten, Matrices)
+            if not (moves or (isinstance(layout, Converted) and only_moves(layout.transform))):
+                reason = f"{layout} isn't known to only move values"
+            elif not _is_elementwise(type(optimizer)):
+                reason = f"{type(optimizer).__name__} isn't known to treat each value by itself, as AdamW and SGD do"
+            else:
+                continue
+            raise InvalidPatcherError(
+                f"{reason}, so its state for {_listed(layout.fused)} isn't that for {_listed(layout.stock)}. {_SAME}."
+            )
+
+    def in_transformers(self, found: Iterable[str]) -> list[str]:
+        """The names of the parameters of transformers, in order.
+
+        Args:
+            found: those of the optimizer, which are to be among them.
+
+        Raises:
+            InvalidPatcherError: no conversion tells which of them some are.
+        """
+        known = self.first.keys() - {name for layout in self._made for name in layout.fused}
+        known |= {name for layout in self._made for name in layout.stock}
+        result: list[str] = []
+        for path, part, record in patched_models(self.model):
+            prefix = inside(_bare(path))
+            stock = [f"{prefix}{name}" for name, _ in named_parameters(skeleton(record.model_class, part.config))]
+            result += stock
+            strange = known.intersection(found) - {*stock, *(f"{prefix}{name}" for name in record.new_weights)}
+            for owner in (f"{prefix}{inside(item.path)}" for item in record.modules):
+                names, absent = (
+                    sorted(name for name in each if name.startswith(owner)) for each in (strange, {*stock} - known)
+                )
+                if names and absent:
+                    raise InvalidPatcherError(
+                        f"{_listed(names)} of the model correspond to {_listed(absent)} of transformers, and no "
+                        f"conversion of the patcher tells how. {_SAME}."
+                    )
+        return result
+
+
+def _bare(name: str) -> str:
+    """The name of a parameter or module without those of wrappers, as `torch.distributed.checkpoint` has it."""
+    return ".".join(segment for segment in name.split(".") if segment not in _AROUND)
+
+
+def _is_elementwise(cls: type[optim.Optimizer]) -> bool:
+    """Whether the state of a part is the part of a state: also of a class that has changed nothing but its name."""
+    known = next((base for base in cls.__mro__ if base in ELEMENTWISE), None)
+    return known is not None and all(
+        name == "__init__" or inspect.unwrap(getattr(cls, name)) is inspect.unwrap(method)  # torch wraps `step`
+        for name, method in inspect.getmembers(known, inspect.isfunction)
+    )
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+@torch.no_grad()
+def _converted(
+    records: dict[str, Record], layouts: Iterable[Layout], where: str, *, is_fused: bool
+) -> dict[str, Record]:
+    """Records by the names and shapes of the other layout: with those of parts in the place of what is fused, if they
+    are of that, or the reverse.
+
+    Args:
+        where: what they are of, for errors.
 
     Raises:
-        PatchedWeightsError: several, for some.
+        PatchedWeightsError: what is joined was trained differently.
     """
-    found = [group for group in groups if not set(members).isdisjoint(group[PARAMS])] or [own]
-    for other in found[1:]:
-        if differing := [key for key, value in options(found[0]).items() if not same(value, other.get(key))]:
-            there = [[name for name in members if name in group[PARAMS]] for group in (found[0], other)]
+    result = {
+        name: Record(each.options, {key: whole(value) for key, value in each.state.items()})
+        for name, each in records.items()
+    }
+    for layout in layouts:
+        sources, targets = (layout.fused, layout.stock) if is_fused else (layout.stock, layout.fused)
+        convert = layout.separate if is_fused else layout.fuse
+        first, *others = sources
+        made = f"{_listed(targets)} {'is' if len(targets) == 1 else 'are'} made of"
+        if absent := [name for name in sources if name not in result]:
+            there = [name for name in sources if name in result]
             raise PatchedWeightsError(
-                f"Group {number} of the optimizer holds {listed(there[0])} and {listed(there[1])}, of groups of the "
-                f"state that differ in {listed(differing)}. Make the groups of the optimizer as they were."
+                f"{made} {_listed(sources)}, and of these {where} has {_listed(there)}, not {_listed(absent)}. "
+                f"{_ADVICE}."
             )
-    return options(found[0])
+        parts = [result.pop(name) for name in sources]
+        for name, part in zip(others, parts[1:], strict=True):
+            if difference := _difference(*({**each.options, **each.state} for each in (parts[0], part))):
+                raise PatchedWeightsError(
+                    f"{made} {first} and {name}, and in {where} these differ: {difference}. {_ADVICE}."
+                )
+        states: list[dict[str, Any]] = [{} for _ in targets]
+        for key, value in parts[0].state.items():
+            values = [part.state[key] for part in parts]
+            if isinstance(value, torch.Tensor) and value.dim():
+                shapes = [tuple(each.shape) for each in values]
+                wanted = [*map(tuple, layout.fused_shapes() if is_fused else layout.stock_shapes)]
+                if shapes != wanted:
+                    found, expected = (" and ".join(map(str, each)) for each in (shapes, wanted))
+                    raise PatchedWeightsError(
+                        f"{key} of {_listed(sources)} is {found} in {where}, and the shape of what it is for is "
+                        f"{expected}."
+                    )
+                values = [by_itself(each.contiguous()) for each in convert(values)]
+            else:
+                values = [copy.deepcopy(value) for _ in targets]  # a step is counted in place
+            for state, each in zip(states, values, strict=True):
+                state[key] = each
+        result |= {name: Record(parts[0].options, state) for name, state in zip(targets, states, strict=True)}
+    return result
+
+
+def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """What differs in the options or the numbers of two parameters, "" if nothing does."""
+    said = [{key: _said(value) for key, value in each.items()} for each in (one, other)]
+    pairs = {key: [each.get(key, "missing") for each in said] for key in {**one, **other}}
+    return "; ".join(f"{key} is {first} and {second}" for key, (first, second) in pairs.items() if first != second)
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "a tensor" if value.dim() else str(value.item())
+    return str(value)
 
 
 def _like(value: Any, parameter: nn.Parameter) -> Any:
@@ -233,5 +371,5 @@ def _like(value: Any, parameter: nn.Parameter) -> Any:
     return split_like(own, parameter) if value.shape == parameter.shape else own
 
 
-def _parameters(optimizer: optim.Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group[PARAMS]]
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(compress(names))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import nn
 
@@ -11,7 +12,6 @@ from patcher.layouts.conversion import Converted
 from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
 from patcher.layouts.operations import ReversibleConcatenate
 from patcher.loading.stock_view import carriers_in
-from patcher.patterns import inside
 
 
 @dataclass(frozen=True)
@@ -66,56 +66,36 @@ def fused_parameters(model: nn.Module) -> dict[str, tuple[Part, ...]]:
         InvalidPatcherError: parameters are joined otherwise than one behind the other: by a conversion, or for
             processes of tensor parallelism.
     """
-    by_module = {id(module): (path, carried.all) for path, module, carried in reversed(carriers_in(model))}
-    known = {name for name, _ in model.named_parameters()}
-    found: dict[str, tuple[Part, ...]] = {}
-    for path, layouts in by_module.values():
-        prefix = inside(path)
-        for layout in layouts:
-            if any(f"{prefix}{name}" in known for name in layout.fused):
-                found |= _parts(layout, prefix)
-    return {name: found[name] for name, _ in model.named_parameters() if name in found}
+    known = [name for name, _ in model.named_parameters()]
+    layouts = [layout for each in carriers_in(model) for layout in each.all if not {*known}.isdisjoint(layout.fused)]
+    # Of one parameter that became several each holds a piece only.
+    found = {each.fused[0]: _parts(each) for each in layouts if not len(each.stock) == 1 < len(each.fused)}
+    return {name: found[name] for name in known if name in found}
 
 
-def _parts(layout: Layout, prefix: str) -> dict[str, tuple[Part, ...]]:
-    """Parameter -> its parts, of one layout.
+def _parts(layout: Layout) -> tuple[Part, ...]:
+    """The parts of the parameter that a layout makes.
 
     Raises:
         InvalidPatcherError: they aren't slices of it.
     """
-    if len(layout.stock) == 1 < len(layout.fused):
-        return {}  # pieces of one
+    joined, shapes = ", ".join(layout.stock), layout.stock_shapes
     if lies_in_blocks(layout):
         raise InvalidPatcherError(
-            f"{prefix}{layout.fused[0]} lies in {layout.blocks} blocks for tensor parallelism, each with rows of "
-            f"{', '.join(f'{prefix}{name}' for name in layout.stock)}, so none of these is one slice of it. Load the "
-            "model without tensor parallelism, or leave the fusion out."
+            f"{layout.fused[0]} lies in {layout.blocks} blocks for tensor parallelism, each with rows of {joined}, so "
+            "none of these is one slice of it. Load the model without tensor parallelism, or leave the fusion out."
         )
     if isinstance(layout, Rows):
-        dim, order = 0, tuple(zip(layout.stock, layout.sizes, strict=True))
+        dim = 0
     elif len(layout.stock) == len(layout.fused) == 1:
-        dim, order = 0, ((layout.stock[0], layout.fused_shapes()[0][0]),)
-    elif (joined := _concatenated(layout)) is not None:
-        dim, order = joined
+        dim, shapes = 0, tuple(layout.fused_shapes())
+    elif isinstance(layout, Converted) and [*map(type, layout.operations)] == [ReversibleConcatenate]:
+        dim = layout.transform.operations[0].dim % len(shapes[0])
     else:
         raise InvalidPatcherError(
-            f"{prefix}{layout.fused[0]} is made of {', '.join(f'{prefix}{name}' for name in layout.stock)} by "
-            f"{layout}, and these aren't slices of it, so their places can't be told. Join them by one "
-            "Concatenate(dim=...), or take the patcher off with Patcher().apply(model)."
+            f"{layout.fused[0]} is made of {joined} by {layout}, and these aren't slices of it, so their places can't "
+            "be told. Join them by one Concatenate(dim=...), or take the patcher off with Patcher().apply(model)."
         )
-    parts, start = [], 0
-    for name, length in order:
-        parts.append(Part(f"{prefix}{name}", dim, start, length))
-        start += length
-    return {f"{prefix}{layout.fused[0]}": tuple(parts)}
-
-
-def _concatenated(layout: Layout) -> tuple[int, tuple[tuple[str, int], ...]] | None:
-    """The dimension in which a conversion has joined parameters, and (name, length) in their order there."""
-    if not isinstance(layout, Converted) or len(layout.fused) != 1 or len(layout.operations) != 1:
-        return None
-    (operation,) = layout.operations
-    if not isinstance(operation, ReversibleConcatenate):
-        return None
-    lengths = [length for _, length in operation.sizes]
-    return operation.dim % len(layout.stock_shapes[0]), tuple(zip(layout.stock, lengths, strict=True))
+    lengths = [shape[dim] for shape in shapes]
+    starts = accumulate(lengths, initial=0)
+    return tuple(Part(name, dim, *place) for name, *place in zip(layout.stock, starts, lengths, strict=False))

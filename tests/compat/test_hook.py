@@ -178,7 +178,7 @@ def test_auto_classes_that_are_imported_later_show_the_argument() -> None:
 @pytest.mark.parametrize("value", ["LlamaMLP", {"LlamaMLP": object}, 3, patcher.Patcher])
 def test_patcher_must_be_a_patcher(value: object) -> None:
     with pytest.raises(
-        InvalidPatcherError, match=r"patcher= takes a patcher.Patcher, found .*write patcher=Patcher\("
+        InvalidPatcherError, match=r"patcher= takes a patcher.Patcher, found .*write for instance patcher=Patcher\("
     ):
         LlamaForCausalLM.from_pretrained("nowhere", patcher=value)
     with pytest.raises(InvalidPatcherError, match=r"patcher= takes a patcher.Patcher"):

@@ -195,7 +195,7 @@ def test_it_is_a_value() -> None:
         ("", r"QKV: modules: the empty path is ambiguous"),
         (
             r"\.self_attn$",
-            r"QKV: modules: '\\\\.self_attn\$' isn't a path of modules: it looks like a regular expression",
+            r"QKV: modules: '\\\\.self_attn\$' isn't a path of modules, nor is it a regular expression",
         ),
         (3, r"QKV: modules: 3 \(int\) isn't a path of a module"),
         (["a", None], r"QKV: modules: None \(NoneType\) isn't a path of a module"),

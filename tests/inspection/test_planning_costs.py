@@ -187,5 +187,5 @@ except InvalidPatcherError as error:
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, env={**os.environ, **online}, capture_output=True, text=True, check=True)
     assert "There is no such folder: write the path of one that is there, or a repo that can" in done.stdout
-    assert f"(http://127.0.0.1:{port} can't be reached: " in done.stdout
+    assert f"(OSError: http://127.0.0.1:{port} can't be reached: " in done.stdout
     assert "Retry" not in done.stderr

@@ -171,9 +171,6 @@ def test_a_kernel_doesnt_bypass_what_is_replaced_below_it(tmp_path: Path, folder
         model = load(tmp_path, patcher, use_kernels=True, kernel_config=config)
         for number, layer in enumerate(model.model.layers):
             assert ("forward" in vars(layer.mlp)) == (number not in replaced)
-    config = OnCPU({"MegaBlocksMoeMLP": f"{folder}:Zeros"}, use_local_kernel=True)
-    with pytest.raises(InvalidPatcherError, match="which no module would run: in GptOssMLP"):
-        load(tmp_path, Patcher(fusions="sequential_experts"), use_kernels=True, kernel_config=config)
 
 
 def test_nothing_is_left_for_a_plain_load(checkpoint: Path, kernel: Callable[..., Any]) -> None:
@@ -193,28 +190,6 @@ def test_a_kernel_config_is_followed(checkpoint: Path, folder: Path) -> None:
     assert type(model.model.norm).forward is Doubled.forward
     assert "forward" not in vars(model.model.norm)
     assert model.model.layers[0].input_layernorm.forward.__func__.__qualname__ == "Norm.forward"
-
-
-REFUSED = {
-    "the class": ("RMSNorm", Patcher({"LlamaRMSNorm": Doubled}), r"LlamaRMSNorm \(at model\.layers\.0\.input"),
-    "its forward": ("RMSNorm", Patcher({"LlamaRMSNorm": forward_of(Halved)}), "LlamaRMSNorm"),
-    "the function": (
-        "rotary_pos_emb",
-        Patcher(function_mapping={"apply_rotary_pos_emb": unrotated}),
-        r"LlamaAttention \(at model\.layers\.0\.self_attn\)",
-    ),
-    "what it calls": ("rotary_pos_emb", Patcher(function_mapping={"rotate_half": turned}), "LlamaAttention"),
-}
-
-
-@pytest.mark.parametrize(("name", "patcher", "where"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_kernel_that_nothing_would_run_is_refused(
-    name: str, patcher: Patcher, where: str, checkpoint: Path, folder: Path
-) -> None:
-    config = OnCPU({name: f"{folder}:Norm"}, use_local_kernel=True)
-    with pytest.raises(InvalidPatcherError, match=f"has a kernel for {name!r}, which no module would run: in {where}"):
-        load(checkpoint, patcher, use_kernels=True, kernel_config=config)
-    load(checkpoint, Patcher({"LlamaMLP": MyMLP}), use_kernels=True)  # without it
 
 
 def test_a_kernel_that_brings_classes_is_refused_and_its_class_works(checkpoint: Path, folder: Path) -> None:

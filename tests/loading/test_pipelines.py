@@ -55,7 +55,7 @@ def test_a_pipeline_of_a_loaded_model_takes_none(task: str, llama: Path) -> None
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
-        ({"patcher": "qkv"}, InvalidPatcherError, r"write patcher=Patcher\(fusions='qkv'\)"),
+        ({"patcher": "qkv"}, InvalidPatcherError, r"write for instance patcher=Patcher"),
         ({"patcher": Patcher({"LlamaMPL": OwnMLP})}, UnmatchedPatchError, "nearest: LlamaMLP"),
         ({"patcher": OWN, "model_kwargs": {"patcher": OWN}}, InvalidPatcherError, "two patchers, by patcher= and in"),
     ],

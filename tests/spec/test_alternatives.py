@@ -97,7 +97,7 @@ def test_it_is_part_of_the_value() -> None:
         ([["LlamaMPL"]], "alternatives: 'LlamaMPL' isn't a key of the class_mapping; did you mean 'LlamaMLP'?"),
         (
             ["LlamaMLP"],
-            r"alternatives takes groups of .*, found the text 'LlamaMLP'; write alternatives=\[\['LlamaMLP'",
+            r"alternatives takes groups of .*, found 'LlamaMLP'; write alternatives=\[\['LlamaMLP'",
         ),
         ([[]], "alternatives: a group without class keys matches no model; take it out"),
         ([3], "alternatives takes a class key or a list of them, found 3"),

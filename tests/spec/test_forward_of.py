@@ -157,7 +157,7 @@ class WithSuper(FastNorm):
     [
         (WithInit, "WithInit has an __init__ of its own, which would not run"),
         (WithMethod, "WithMethod has helper besides its forward"),
-        (WithSuper, r"WithSuper\.forward is not a plain function without super\(\)"),
+        (WithSuper, r"WithSuper has a forward that is not a plain function without super\(\)"),
         (nn.Module, "Module has no forward"),
         (FastNorm(), r"takes a class of modules, found FastNorm\(\)"),
         (print, "takes a class of modules"),

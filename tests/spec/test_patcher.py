@@ -29,6 +29,13 @@ class Two(nn.Module):
     pass
 
 
+class Unhashable:
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, x: Any) -> Any:
+        return x
+
+
 class Family(Fusion):
     def __init__(self, width: int = 1) -> None:
         self.width = width
@@ -163,6 +170,10 @@ def test_repr_reads_like_the_call() -> None:
         ({"extra_weight_conversions": "gate"}, r"takes a weight transform or a list of them, found 'gate' \(str\)"),
         ({"extra_weight_conversions": ["q"]}, r"'q' \(str\) isn't a weight transform; write a WeightConverter"),
         ({"extra_weight_conversions": [qkv(), {"q": "k"}]}, "isn't a weight transform"),
+        (
+            {"function_mapping": {"rotate_half": Unhashable()}},
+            "must be a function that has a hash, found .*able",
+        ),
         ({"fusions": "no_such_family"}, "fusions: 'no_such_family' isn't a fusion; "),
         ({"fusions": [Family]}, r"write an object of it, Family\(\)"),
         ({"fusions": [One]}, "write a name .* or an object of a Fusion subclass"),

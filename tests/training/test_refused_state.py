@@ -133,13 +133,8 @@ def test_optimizers_of_others_are_refused_before_they_step() -> None:
 
     model = built(QKV)
     parameters = list(model.parameters())
-    refused: dict[str, optim.Optimizer] = {
-        r"SparseAdam steps only where a gradient has entries": optim.SparseAdam(parameters),
-        r"LBFGS depends on the history of all parameters at once": optim.LBFGS(parameters),
-        r"Adafactor keeps averages of the rows and columns": Adafactor(parameters),
-    }
-    for message, optimizer in refused.items():
-        with pytest.raises(InvalidPatcherError, match=message):
+    for optimizer in (optim.SparseAdam(parameters), optim.LBFGS(parameters), Adafactor(parameters)):
+        with pytest.raises(InvalidPatcherError, match=rf"{type(optimizer).__name__} isn't known to treat each value"):
             original_optimizer_state_dict(model, optimizer)
 
 
@@ -147,7 +142,7 @@ def test_optimizers_of_others_are_refused_before_they_step() -> None:
 def test_quantized_state_is_refused() -> None:
     model = built(QKV)
     optimizer = pytest.importorskip("bitsandbytes").optim.AdamW8bit(model.parameters())
-    with pytest.raises(InvalidPatcherError, match="AdamW8bit may keep its state quantized"):
+    with pytest.raises(InvalidPatcherError, match="AdamW8bit isn't known to treat each value by itself"):
         original_optimizer_state_dict(model, optimizer)
 
 
@@ -180,26 +175,22 @@ def without_k(state: dict[str, Any]) -> None:
 REFUSALS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "groups": (
         in_two_groups,
-        r"qkv_proj\.weight is made of parameters that are in several groups of the state \(group 0 "
-        r".*q_proj\.weight, .*v_proj\.weight; group 1 .*k_proj\.weight\), which differ in lr, weight_decay\. Parts",
+        r"qkv_proj\.weight is made of .*q_proj\.weight and .*k_proj\.weight, and in the state these differ: "
+        r"lr is 0\.01 and 1\.0; weight_decay is 0\.01 and 0\.0\. Parts",
     ),
     "absent": (without_k, r"k_proj\.weight are the optimizer's alone, none the state's alone"),
     "no state": (
         lambda state: state["state"].pop(f"{ATTENTION}k_proj.weight"),
-        r"made of .*q_proj\.weight, of which the state has exp_avg, exp_avg_sq, step, and .*k_proj\.weight, of which "
-        r"it has no state",
+        r"made of .*q_proj\.weight and .*k_proj\.weight, and in the state these differ: step is 2\.0 and missing; "
+        r"exp_avg is a tensor and missing",
     ),
     "steps": (
         lambda state: state["state"][f"{ATTENTION}v_proj.weight"]["step"].add_(1),
-        r"q_proj\.weight, whose step is 2\.0 in the state, and .*v_proj\.weight, whose step is 3\.0",
+        r"q_proj\.weight and .*v_proj\.weight, and in the state these differ: step is 2\.0 and 3\.0\. Parts",
     ),
     "shapes": (
         lambda state: state["state"][f"{ATTENTION}q_proj.weight"].update(exp_avg=torch.zeros(3, 4)),
         r"exp_avg of .*q_proj\.weight.* is \(3, 4\) and .* in the state, and the shape of what it is for is \(16, 16",
-    ),
-    "shapes of what isn't joined": (
-        lambda state: state["state"]["model.norm.weight"].update(exp_avg=torch.zeros(3)),
-        r"exp_avg of model\.norm\.weight is \(3,\) in the state, and the shape of what it is for is \(16,\)",
     ),
     "unknown": (
         lambda state: state["param_groups"][0]["params"].append("model.other"),
@@ -211,7 +202,7 @@ REFUSALS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
             {**state["param_groups"][0], "lr": 1.0, "params": [state["param_groups"][0]["params"].pop()]}
         ),
         r"Group 0 of the optimizer holds model\.embed_tokens.* and lm_head\.weight, of groups of the state that "
-        r"differ in lr\. Make the groups",
+        r"differ: lr is 0\.01 and 1\.0\. Make the groups",
     ),
     "no names": (
         lambda state: state["param_groups"][0].update(params=[0, 1, 2]),

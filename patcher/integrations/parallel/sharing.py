@@ -15,19 +15,16 @@ What can't be done raises before a weight is read.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from patcher.compat.conversions import target_patterns
 from patcher.compat.models import named_modules, state_tensors
 from patcher.compat.parallel import in_plan, set_plans, sizes
 from patcher.compat.standing_alone import ListedExperts
 from patcher.errors import InvalidPatcherError
-from patcher.expressions import search
 from patcher.fusions.experts.matrices import Matrices
 from patcher.fusions.families import fusion_named
 from patcher.integrations.parallel.plans import (
@@ -44,7 +41,7 @@ from patcher.layouts.carried import ModuleLayouts, fused_modules
 from patcher.layouts.either_layout import carry
 from patcher.layouts.layouts import Cut, Layout, Rows, lies_in_blocks
 from patcher.loading.load import Selected
-from patcher.loading.stock_view import check_no_part_is_named, layer_name, parts_of
+from patcher.loading.stock_view import check_no_part_is_named, from_scratch, layer_name, parts_of
 from patcher.patterns import inside
 from patcher.resolution.resolution import skeleton
 
@@ -159,10 +156,7 @@ def _shared_rows(plan: Plan, path: str, module: nn.Module, carried: ModuleLayout
     fused_layer, _, kind = layout.fused[0].rpartition(".")
     if others or any(plan.of(f"{prefix}{name}") for name in (*layout.stock, *layout.fused)):
         listed = ", ".join(f"{layer}: {found!r}" for layer, found in styles.items())
-        raise cannot(
-            [path],
-            f"the plan shares what is joined here in several ways ({listed})",
-        )
+        raise cannot([path], f"the plan shares what is joined here in several ways ({listed})")
     style = style or plan.of(f"{prefix}{fused_layer}")
     if style is None:
         return layout
@@ -170,24 +164,15 @@ def _shared_rows(plan: Plan, path: str, module: nn.Module, carried: ModuleLayout
     if not fused_layer or kind not in ("weight", "bias"):  # biases of some of the projections only
         if style in GATHERED:
             return layout
-        raise cannot(
-            [path],
-            f"{layout} has biases of some of its projections only, which no plan can share",
-        )
+        raise cannot([path], f"{layout} has biases of some of its projections only, which no plan can share")
     if style != "colwise" and style not in GATHERED:
-        raise cannot(
-            [path],
-            f"the plan has {style!r} for {layers[0]}, which is not known to hold for joined rows",
-        )
+        raise cannot([path], f"the plan has {style!r} for {layers[0]}, which is not known to hold for joined rows")
     plan.add(f"{prefix}{fused_layer}", style)
     if style in GATHERED:
         return layout  # gathered, the rows are in the order in which they were cut
     unit = fusion_named(carried.fusion).rows_together(module)
     if not unit:
-        raise cannot(
-            [path],
-            f"which rows of {', '.join(layers)} belong together, as those of a head do, is not known",
-        )
+        raise cannot([path], f"which rows of {', '.join(layers)} belong together, as those of a head do, is not known")
     for layer, rows in zip(layers, layout.sizes, strict=True):
         if rows % (unit * plan.processes):
             what = f"{rows // unit} heads of {unit} rows" if unit > 1 else f"{rows} rows"
@@ -251,32 +236,15 @@ def _share_experts(plan: Plan, path: str, carried: ModuleLayouts) -> None:
 
 
 def _converted(load: Selected) -> list[str]:
-    """The modules that a class mapping has replaced and whose parameters conversions make."""
-    replaced = [item.path for item in load.record.replaced if item.path]
-    if not replaced:
+    """The modules that a class mapping has replaced and whose parameters are others, or are made by conversions."""
+    paths = [item.path for item in load.record.replaced if item.path]
+    if not paths:
         return []
-    stock = {
-        name: value.shape
-        for name, value in state_tensors(skeleton(load.record.model_class, load.model.config)).items()
-    }
-    own = {name: value.shape for name, value in state_tensors(load.model).items()}
-    targets = [text for item in load.conversions.added for text in target_patterns(item.transform)]
-    found = []
-    for path in replaced:
-        prefix = inside(path)
-        names = {name: shape for name, shape in own.items() if name.startswith(prefix)}
-        before = {name: shape for name, shape in stock.items() if name.startswith(prefix)}
-        if names != before or any(_makes(target, name) for target in targets for name in names):
-            found.append(path)
-    return found
-
-
-def _makes(target: str, name: str) -> bool:
-    """Whether a conversion with this target makes a parameter; maybe it makes others."""
-    try:
-        return search(target, name)
-    except re.error:  # it refers to groups of what it is made from
-        return True
+    models = skeleton(load.record.model_class, load.model.config), load.model
+    stock, own = ({name: value.shape for name, value in state_tensors(each).items()} for each in models)
+    made = {name for each in from_scratch(load.model, load.record)[0] for name in each.parameters}
+    changed = [name for name in {**stock, **own} if name in made or stock.get(name) != own.get(name)]
+    return [path for path in paths if any(name.startswith(inside(path)) for name in changed)]
 
 
 def _replicate(plan: Plan, path: str) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 from peft import LoraConfig, get_peft_model
 from transformers import BitsAndBytesConfig, MixtralForCausalLM
 
-import patcher
 from patcher import Patcher
 from patcher.fusions import QKV
 from tests.project.advice import Place, Steps, advice, load, written
@@ -20,13 +19,6 @@ from tests.support.comparing import logits
 def adapter(at: Place, name: str = "adapter", seed: int = 0, **settings: Any) -> Path:
     new_adapter(load(at.llama), at.tmp / name, seed, **{"target_modules": ["q_proj", "v_proj"]} | settings)
     return at.tmp / name
-
-
-@advice("It is an adapter: write the model that it is for, {}.")
-def the_folder_of_an_adapter(at: Place) -> Steps:
-    folder, qkv = adapter(at), Patcher(fusions="qkv")
-    said = yield lambda: patcher.plan(folder, qkv)
-    assert patcher.plan(written(said, r"that it is for, ('.*?')\."), qkv).ok
 
 
 @advice("Load the model with a patcher that leaves this module out: modules=... of the fusion says which it takes.")

@@ -62,17 +62,10 @@ BROKEN: list[tuple[str, Callable[[Path], Any]]] = [
 
 
 @advice(
-    "{} isn't a regular file, but a folder, a pipe, a device or a link that leads nowhere. Fetch it again.",
-    "{} isn't a regular file, but a folder, a pipe or a device. Fetch it again.",
+    "Fetch its config.json again, or install the release of transformers that knows it.",
     "{} is missing, and a load needs it: fetch it{}.",
-    "has no header of a safetensors file that a load could read: {}. Fetch it again.",
-    "isn't an index of a checkpoint: {}. Fetch it again.",
-    "it names files outside of its folder, {}. Fetch it again, from a source that you trust.",
-    "{} names files of several kinds: {}. Fetch it again.",
-    "{} isn't a config of a model ({}). Fetch it again.",
-    "the config of {} can't be read, {}: {}. Fetch it again, or install the release of transformers that knows it.",
+    "{} can't be read as a load would read it: {}. Fetch it again, from a source that you trust.",
     "the config of {} says {}={}, and at most {} make sense. Fetch it again, or correct it.",
-    "{} isn't a state dict that a load could read: {}. Fetch it again, from a source that you trust.",
 )
 def files_that_are_broken(at: Place) -> Steps:
     good = at.tmp / "good"

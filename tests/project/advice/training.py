@@ -59,7 +59,7 @@ def parts_in_two_groups(at: Place) -> Steps:
 
 @advice(
     "With the same patcher as before use optimizer.state_dict() and optimizer.load_state_dict(state)",
-    "{} {}, so its state for {} isn't that for {}. {}.",
+    "{}, so its state for {} isn't that for {}. {}.",
 )
 def an_optimizer_of_whole_matrices(at: Place) -> Steps:
     model, other = load(at.llama, QKV), load(at.llama, QKV)
