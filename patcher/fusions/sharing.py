@@ -217,6 +217,12 @@ def _check_uses(tree: ast.FunctionDef, group: tuple[str, ...], method: str, cls:
         if not isinstance(node.ctx, ast.Load):
             raise NotUnderstoodError(f"{where}: {node.attr} is assigned")
         raise NotUnderstoodError(f"{where} takes {node.attr} as a module of its own")
+    for call in ast.walk(tree):
+        match call:
+            case ast.Call(func=ast.Attribute(value=ast.Attribute(value=ast.Attribute(attr=part)), attr=name)) if (
+                part in group and name.endswith("_")
+            ):
+                raise NotUnderstoodError(f"{where} writes into {ast.unparse(call.func.value)}", call.lineno)  # type: ignore[attr-defined]
 
 
 class _Calls:

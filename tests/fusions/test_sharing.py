@@ -400,6 +400,7 @@ ODD: dict[str, str | bool] = {
     f"f = lambda: x.add_(1)\n{ALL}": "may run between the projections",
     f"def f(x):\n    return x\n\n\n{ALL}": "may run between the projections",
     f"{ALL}\nsuper().train()": r"forward calls super\(\)",
+    f"{ALL}\nwith torch.no_grad():\n    self.k_proj.weight.mul_(0.5)": r"forward writes into self\.k_proj\.weight",
     f"{ALL}\nself.__own = q": "forward uses private names",
     f"{ALL}\nyield q": "forward is a generator",
     "q = k = v = self.norm(x)": r"no method of Odd calls q_proj, k_proj, v_proj together",
