@@ -586,6 +586,7 @@ class _Calls:
                 inner = [one]
             case ast.Call(func=func) if not body.gives_new(node):
                 inner = [*arguments_of(node), *([func.value] if isinstance(func, ast.Attribute) else [])]
+                inner += body.assigned.get(f"{getattr(func, 'id', '')}()", [])  # of a function that is defined here
         return any(self._may_be_part(each, body, seen) for each in inner)
 
 
