@@ -120,13 +120,12 @@ def not_a_patcher(call: str, value: Any) -> InvalidPatcherError:
         call: how the function is called, with `{}` for the patcher.
     """
     function = call.partition("(")[0].partition("{")[0]
-    advice = "for instance " + call.format('Patcher({"LlamaMLP": MyMLP}, fusions=["qkv"])')
-    if isinstance(value, tuple | list):
-        advice = (
-            f"{call.format('patchers[0]')} for one of them, or {call.format('patchers[0] | patchers[1]')} for both"
-        )
+    instead = call.format('Patcher({"LlamaMLP": MyMLP}, fusions=["qkv"])')
+    if isinstance(value, tuple | list) and value and all(hasattr(each, "class_mapping") for each in value):
+        instead = f"{call.format('patchers[0]')}, or {call.format('patchers[0] | patchers[1]')}"
     return InvalidPatcherError(
-        f"{function} takes a patcher.Patcher, found {reprlib.repr(value)} ({type(value).__name__}); write {advice}."
+        f"{function} takes a patcher.Patcher, found {reprlib.repr(value)} ({type(value).__name__}); write for "
+        f"instance {instead}."
     )
 
 
