@@ -44,7 +44,8 @@ _CHANGING = frozenset(
 )
 #: What `torch` has of its own for tensors, besides what isn't written in Python.
 _OF_TENSORS = frozenset([*torch.functional.__all__, "is_tensor"])
-_OF_A_TENSOR = frozenset(dir(torch.Tensor))
+#: Attributes of tensors: what has another one is a cache or a container.
+OF_A_TENSOR = frozenset(dir(torch.Tensor))
 #: Functions that run no code of what they are given, or only read it.
 _BUILTINS = frozenset(
     "len isinstance issubclass int float bool str abs round id hasattr range min max sum tuple list dict set zip "
@@ -163,7 +164,7 @@ class Body:
             case ast.AugAssign(target=ast.Name(id=name), value=value):
                 self.assigned[name].append(ast.BinOp(ast.Name(name, ast.Load()), node.op, value))
             case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=attr)) if (
-                name in self.assigned and name not in parameters_of(self.method.node) and attr not in _OF_A_TENSOR
+                name in self.assigned and name not in parameters_of(self.method.node) and attr not in OF_A_TENSOR
             ):  # a container may keep what it is given
                 self.assigned[name] += [_element(each) for each in arguments_of(node)]
             case ast.withitem(optional_vars=ast.expr() as target):
@@ -367,7 +368,7 @@ class Body:
             return False, "only what is contiguous has such a view"
         if self.is_value(owner) and not (self.is_own(owner) and self.own(owner.attr) is None):  # type: ignore[attr-defined]
             # A container that holds it may be all that is known of what it holds.
-            keeps = name not in _OF_A_TENSOR and not all(map(self.is_value, arguments))
+            keeps = name not in OF_A_TENSOR and not all(map(self.is_value, arguments))
             return not keeps, "it may keep what it is given" if keeps else ""
         if self.is_lenient:
             return True, ""
@@ -558,7 +559,7 @@ def problem_of(body: Body, node: ast.AST) -> str:
             return f"{shown(node)!r} (it may write in place)"
         case ast.Subscript(value=ast.Attribute(value=owner, attr=attr), ctx=ast.Store()) if (
             body.is_lenient or body.is_value(owner)
-        ) and attr not in _OF_A_TENSOR:
+        ) and attr not in OF_A_TENSOR:
             return ""  # what no tensor has is of a cache
         case ast.Subscript(ctx=ast.Store()) | ast.Attribute(ctx=ast.Store()):
             return f"{shown(node)!r} is assigned"

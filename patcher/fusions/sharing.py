@@ -16,7 +16,6 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from patcher.fusions.callers import Caller, taken_as_modules
@@ -32,6 +31,7 @@ from patcher.fusions.methods import (
     trees_of,
 )
 from patcher.fusions.purity import (
+    OF_A_TENSOR,
     Body,
     arguments_of,
     check,
@@ -581,7 +581,7 @@ class _Calls:
             case ast.BinOp(left=one, right=other) if _is_listed(one, body) or _is_listed(other, body):
                 inner = [one, other]
             case ast.Call(func=ast.Attribute(value=one, attr=attr) as func) if (
-                hasattr(torch.Tensor, attr) and body.outside(func) is ... and not body.is_own(func)
+                attr in OF_A_TENSOR and body.outside(func) is ... and not body.is_own(func)
             ):
                 inner = [one]
             case ast.Call(func=func) if not body.gives_new(node):
