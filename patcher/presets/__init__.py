@@ -12,91 +12,77 @@ A load raises `PresetDriftError` where a transformers release has changed the co
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from patcher import errors
-from patcher.errors import InvalidPatcherError
+from transformers import AutoConfig, PretrainedConfig
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from patcher import InvalidPatcherError, Patcher, errors
+from patcher.presets.table import FAMILIES
 
-    from patcher import Patcher
-
-#: module of this package -> how its presets are named, and for which models
-_FAMILIES = {
-    "experts": ("LINEAR_EXPERTS", "DEEPSEEK_V3 GPT_OSS MIXTRAL OLMOE QWEN2_MOE QWEN3_MOE"),
-    "patch_embeddings": ("LINEAR_PATCH_EMBEDDINGS", "CLIP GLM4V QWEN2_5_VL QWEN2_VL QWEN3_VL SIGLIP VIT"),
-    "projections": ("FUSED_PROJECTIONS", "BERT GEMMA3 LLAMA MISTRAL PHI QWEN2 QWEN3"),
-}
-#: preset -> the module of this package that has it, and the model
-_PRESETS = {f"{model}_{what}": (home, model) for home, (what, models) in _FAMILIES.items() for model in models.split()}
-_PRESETS["LIGER"] = ("kernels", "")  # for whatever model has what it replaces
-_WHERE = "with one thread of an AMD EPYC that other programs used as well, in float32, torch 2.13.0"
-#: preset -> what `benchmark` has measured of it, and where
-_MEASURED = {
-    "LLAMA_FUSED_PROJECTIONS": f"on SmolLM2-135M {_WHERE}: in 11 rounds no difference of prompts and decoding, of the "
-    "whole and of its parts; loading 1.33 and memory 1.12 of stock's, which only maps the file.",
-    "BERT_FUSED_PROJECTIONS": f"on all-MiniLM-L6-v2 {_WHERE}: in 31 rounds no difference of inference and training "
-    "together (one row of 32 tokens 1.05 of stock's time); loading 1.17 and memory 1.15 of stock's.",
-    "MIXTRAL_LINEAR_EXPERTS": f"on a Mixtral of four layers and four experts, made of SmolLM2's weights, {_WHERE}: in "
-    "6 rounds no difference of prompts and decoding together (decoding eight rows 1.07 of stock's time); loading "
-    "0.51 and memory 0.56 of stock's.",
-}
+#: preset -> its family, and the model; LIGER is for whatever model has what it replaces
+_PRESETS = {f"{model}_{family.ending}": (family, model) for family in FAMILIES for model in family.models}
 #: models that are a part of another
 _PARTS = {"clip_vision_model": "clip", "gemma3_text": "gemma3", "siglip_vision_model": "siglip"}
 
-__all__ = sorted(_PRESETS)
+__all__ = sorted([*_PRESETS, "LIGER"])
 
 
-def __getattr__(name: str) -> Patcher:
-    if name not in _PRESETS:
-        raise errors.no_such_name(__name__, name, __dir__(), "dir(patcher.presets)")
-    from patcher.presets.preset import Preset
+class Preset(Patcher):
+    """A patcher with a name here, by which it is shown. What `replace` and `|` make of it is a plain `Patcher`."""
 
-    home, model = _family(name)
-    # On access: a preset may need a package that isn't installed, and the list of names needs none.
-    return Preset(**home.arguments(model), name=name, transformers=">=5.17,<5.25")
+    def __repr__(self) -> str:
+        return f"presets.{self.name}"
 
 
-def _family(name: str) -> tuple[Any, str]:
-    home, model = _PRESETS[name]
-    return importlib.import_module(f"patcher.presets.{home}"), model
-
-
-def __dir__() -> list[str]:
-    return sorted([*__all__, "best", "describe", "for_model"])
-
-
-def describe(name: str) -> str:
-    """What a preset does, why, for whom, and what was measured.
-
-    >>> print(describe("MIXTRAL_LINEAR_EXPERTS").splitlines()[0])
-    Mixtral with each expert as plain linear layers, which quantizers find.
-
-    Raises:
-        InvalidPatcherError: there is no such preset.
-    """
-    if name not in _PRESETS:
-        close = difflib.get_close_matches(str(name).upper(), __all__)
-        raise InvalidPatcherError(f"there is no preset {name!r}; nearest: {', '.join(close) or ', '.join(__all__)}.")
-    home, model = _family(name)
-    measured = f"`patcher bench MODEL --preset {name}` measures it on your machine."
-    if name in _MEASURED:
-        measured = f"Measured by `patcher.benchmark` {_MEASURED[name]}\n{measured}"
-    return f"{home.describe(model)}\n\n{measured}\n\n{inspect.cleandoc(home.__doc__)}"  # its own, and what all have
-
-
-class Fitting(tuple["Patcher", ...]):
+class Fitting(tuple[Patcher, ...]):
     """The presets that fit a model; where there are none, `reason` says why, as its `repr` does."""
 
     reason: str = ""
 
     def __repr__(self) -> str:
         return f"()  # {self.reason}" if self.reason else super().__repr__()
+
+
+def __getattr__(name: str) -> Patcher:
+    if name not in __all__:
+        raise errors.no_such_name(__name__, name, __dir__(), "dir(patcher.presets)")
+    if name == "LIGER":  # on access, as they need a package that may not be installed
+        given = _kernels().arguments()
+    else:
+        family, model = _PRESETS[name]
+        pins = {cls: found.split() for cls, found in family.models[model][0].items()}
+        given = {"fusions": family.fusions, "fingerprints": pins}
+    return Preset(**given, name=name, transformers=">=5.17,<5.25")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "best", "describe", "for_model"])
+
+
+def _kernels() -> Any:
+    return importlib.import_module("patcher.presets.kernels")
+
+
+def describe(name: str) -> str:
+    """What a preset does, why, for whom, and what was measured.
+
+    >>> print(describe("MIXTRAL_LINEAR_EXPERTS").splitlines()[0])
+    Each expert as plain linear layers, which quantizers find.
+
+    Raises:
+        AttributeError: there is no such preset.
+    """
+    if name not in __all__:
+        raise errors.no_such_name(__name__, name, __all__, "dir(patcher.presets)")
+    if name == "LIGER":
+        texts = [inspect.cleandoc(_kernels().__doc__)]
+    else:
+        family, model = _PRESETS[name]
+        texts = [family.does, family.models[model][1], family.about]
+    return "\n\n".join([*texts, f"`patcher bench MODEL --preset {name}` measures it on your machine."])
 
 
 def best(config_or_id: str | PretrainedConfig, **options: Any) -> Patcher:
@@ -131,37 +117,34 @@ def for_model(config_or_id: str | PretrainedConfig, **options: Any) -> Fitting:
     Raises:
         InvalidPatcherError: it is neither, or there is no such repo or folder.
     """
-    from transformers import AutoConfig, PretrainedConfig
-
-    if isinstance(config_or_id, str | os.PathLike):
+    config: Any = config_or_id
+    if isinstance(config, str | os.PathLike):
         try:
-            config_or_id = AutoConfig.from_pretrained(config_or_id, **options)
+            config = AutoConfig.from_pretrained(config, **options)
         except (OSError, ValueError) as error:
             raise InvalidPatcherError(
-                f"{str(config_or_id)!r} names no model: write the path of a folder that is there, or a repo that can "
+                f"{str(config)!r} names no model: write the path of a folder that is there, or a repo that can "
                 f"be reached. ({' '.join(str(error).split())})"
             ) from error
-    if not isinstance(config_or_id, PretrainedConfig):
+    if not isinstance(config, PretrainedConfig):
         raise InvalidPatcherError(
-            "a model is named by its repo, its folder or its config, found "
-            f"{config_or_id!r} ({type(config_or_id).__name__}); "
+            f"a model is named by its repo, its folder or its config, found {config!r} ({type(config).__name__}); "
             "for a model in memory write model.config."
         )
-    model_type = config_or_id.model_type
-    names = [f"{_PARTS.get(model_type, model_type).upper()}_{what}" for what, _ in _FAMILIES.values()]
-    found = [__getattr__(name) for name in filter(_PRESETS.__contains__, names)]
+    name = _PARTS.get(config.model_type, config.model_type).upper()
+    found = [__getattr__(preset) for preset, (_, model) in _PRESETS.items() if model == name]
     reason = "The preset LIGER replaces nothing in it."
     try:
-        kernels = __getattr__("LIGER")
-        found += [kernels] * _family("LIGER")[0].fits(config_or_id)
+        liger = __getattr__("LIGER")
+        found += [liger] * _kernels().fits(config)
     except InvalidPatcherError as error:  # it can't be used here
         reason = str(error)
     fitting = Fitting(found)
     if not found:
-        known = sorted({model.lower() for _, models in _FAMILIES.values() for model in models.split()})
+        known = sorted({model.lower() for family in FAMILIES for model in family.models})
         fitting.reason = (
-            f"No preset was verified on models of the type {model_type!r}; there are presets for {', '.join(known)}. "
-            "Fusions need no preset: patcher.plan(model, Patcher(fusions=['qkv'])), or the command "
-            f"`patcher plan MODEL --fusion qkv`, says whether one applies. {reason}"
+            f"No preset was verified on models of the type {config.model_type!r}; there are presets for "
+            f"{', '.join(known)}. Fusions need no preset: patcher.plan(model, Patcher(fusions=['qkv'])), or the "
+            f"command `patcher plan MODEL --fusion qkv`, says whether one applies. {reason}"
         )
     return fitting

@@ -179,7 +179,7 @@ def fits(config: PretrainedConfig) -> bool:
     return False
 
 
-def arguments(model: str) -> dict[str, Any]:
+def arguments() -> dict[str, Any]:
     """Those of the preset's `Patcher`."""
     try:
         importlib.import_module("liger_kernel.ops")
@@ -196,7 +196,3 @@ def arguments(model: str) -> dict[str, Any]:
     classes = {key: forward_of(layer) for key, layer in rules().items()}
     pins = {name.rpartition(":")[2]: pin for examples in _RULES.values() for name, pin in examples.items()}
     return {"class_mapping": classes, "alternatives": [[*classes]], "fingerprints": pins}
-
-
-def describe(model: str) -> str:
-    return "Any model with the norms and the gated MLPs of Liger."
