@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
+import sys
+import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from patcher.cli import commands
 from patcher.cli.codegen import app as codegen
-from patcher.cli.quiet import hear_nothing_of_imports
 from patcher.source.from_text import imported_from_text
 
 __all__ = ["app", "main"]
@@ -44,16 +46,8 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich takes as long to import as all the rest of `--help`
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (
-    commands.presets,
-    commands.plan,
-    commands.verify,
-    commands.bench,
-    commands.diff,
-    commands.export,
-    commands.fingerprint,
-):
-    app.command()(command)
+for name in ("presets", "plan", "verify", "bench", "diff", "export", "fingerprint"):
+    app.command()(getattr(commands, name))
 app.add_typer(codegen, name="codegen")
 
 
@@ -74,3 +68,28 @@ def main() -> None:
     hear_nothing_of_imports()
     with imported_from_text(Path.cwd()):  # what options name, and the modules that configs patch
         app(prog_name="patcher")
+
+
+def hear_nothing_of_imports() -> None:
+    """From here on warnings are shown and logged where nothing is being imported, errors always.
+
+    What libraries warn of while they are imported is about packages that a command doesn't use.
+    """
+    logging.setLoggerClass(_Logger)
+    show = warnings.showwarning
+
+    def shown(*arguments: Any, **more: Any) -> None:
+        if not _importing():
+            show(*arguments, **more)
+
+    warnings.showwarning = shown
+
+
+class _Logger(logging.Logger):
+    def isEnabledFor(self, level: int) -> bool:  # noqa: N802
+        return super().isEnabledFor(level) and (level >= logging.ERROR or not _importing())
+
+
+def _importing() -> bool:
+    specs = [getattr(module, "__spec__", None) for module in list(sys.modules.values())]
+    return any(getattr(spec, "_initializing", False) for spec in specs)

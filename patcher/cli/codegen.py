@@ -1,15 +1,15 @@
-"""`patcher codegen`: generate, list and check patched modeling files."""
+"""`patcher codegen`: generate, list, check and verify patched modeling files."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
 import typer
+from typer.core import TyperGroup
 
-from patcher.cli.codegen_verify import DEFAULT, WithDefault, verify
+from patcher.cli.options import OPTIONS, Answer, command, with_options
 from patcher.errors import CodegenError
 
 if TYPE_CHECKING:
@@ -17,13 +17,16 @@ if TYPE_CHECKING:
 
 # What generates is imported in functions: it takes a third of a second, which `--help` doesn't need.
 
-app = typer.Typer(
-    cls=WithDefault,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-app.command()(verify)
+
+class _WithDefault(TyperGroup):
+    """`patcher codegen CONFIG --diff` generates; only a first word that is a command is one."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        own = {*self.commands, *ctx.help_option_names}
+        return super().parse_args(ctx, args if args and args[0] in own else ["generate", *args])
+
+
+app = typer.Typer(cls=_WithDefault, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 @app.callback()
@@ -34,87 +37,74 @@ def patched_files() -> None:
     """
 
 
-@app.command(DEFAULT)
-def codegen(
-    module: Annotated[
-        str | None, typer.Argument(metavar="CONFIG", help="The module of a config, or the path of its file.")
-    ] = None,
-    output_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--output-dir", "-o", metavar="FOLDER", help="Where to write [default: generated/ beside the config]"
-        ),
-    ] = None,
-    config_name: Annotated[
-        str | None,
-        typer.Option("--config-name", "-c", metavar="NAME", help="Variable that holds the config [default: config]"),
-    ] = None,
-    list_configs: Annotated[bool, typer.Option("--list", help="List the configs of the project.")] = False,
-    every: Annotated[bool, typer.Option("--all", help="Generate from every config of the project.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change; write nothing.")] = False,
-    diff: Annotated[bool, typer.Option("--diff", help="Also write a unified diff against the original.")] = False,
-    check_only: Annotated[
-        bool,
-        typer.Option("--check", help="Write nothing; exit with 1 and a diff if a file isn't what its config says."),
-    ] = False,
-    fix: Annotated[
-        bool, typer.Option("--fix", help="With --check: write the files that aren't what their configs say.")
-    ] = False,
-    formatted: Annotated[bool, typer.Option("--format", help="Run ruff over the files.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="List the patches.")] = False,
-) -> None:
+@app.command()
+@command
+def verify(
+    module: str,
+    config_name: str | None,
+    model_name: str | None,
+    model_config: str | None,
+    tolerance: float | None,
+    partly: bool,
+) -> Answer:
+    """Check that the models of a file compute as stock.
+
+    Small ones run beside stock and beside the runtime patch. Exits with 1 if they differ, or a patch never ran.
+    """
+    from transformers import AutoConfig
+
+    from patcher.codegen import verify
+    from patcher.codegen.files.projects import load_configs
+
+    small = None if model_config is None else AutoConfig.from_pretrained(model_config)
+    found = [
+        verify(each, model_class=model_name, model_config=small, tolerance=tolerance, partly=partly)
+        for each in load_configs(module, config_name)
+    ]
+    return found, all(each.passed for each in found)
+
+
+def codegen(**given: Any) -> None:
     """Generate modeling files with patches in them, from configs.
 
     With --check, compare the files with what their configs say.
     """
     from patcher.codegen.files.projects import discover, load_configs, read_settings
 
-    given = {
-        "CONFIG": module,
-        "-o": output_dir,
-        "-c": config_name,
-        "--list": list_configs,
-        "--all": every,
-        "--dry-run": dry_run,
-        "--diff": diff,
-        "--check": check_only,
-        "--fix": fix,
-        "--format": formatted,
-        "-v": verbose,
-    }
-    _refuse([name for name, value in given.items() if value])
+    _refuse([OPTIONS[name].label for name, value in given.items() if value])
+    module, output_dir = given["module"], given["output_dir"]
     try:
         settings = read_settings()
-        formatted = formatted or settings.formatted
-        if list_configs:
-            _list(discover(settings))
-        elif check_only:
+        given["formatted"] = given["formatted"] or settings.formatted
+        if given["check_only"]:
             from patcher.codegen.files.checker import check
 
             configs = [module] if module else None
-            results = check(configs, fix=fix, output_dir=output_dir, formatted=formatted)
+            results = check(configs, fix=given["fix"], output_dir=output_dir, formatted=given["formatted"])
             bad = sum(not result.ok for result in results)
             typer.echo("\n".join([*map(str, results), f"{len(results)} checked, {bad} to mend"]))
             if bad:
                 raise typer.Exit(1)
+        elif given["list_configs"]:
+            paths = discover(settings)
+            if not paths:
+                typer.echo(
+                    "no *_patch_gen_config.py here; set search_root in [tool.patcher.codegen] of pyproject.toml"
+                )
+            _of_each(paths, _list)
+        elif given["every"]:
+            written: dict[Path, str] = {}
+            _of_each(discover(settings), lambda label, config: _generate(config, given, label, written))
         else:
-            how = functools.partial(
-                _generate,
-                output_dir=output_dir,
-                diff=diff,
-                dry_run=dry_run,
-                formatted=formatted,
-                verbose=verbose,
-            )
-            if every:
-                _generate_all([str(path) for path in discover(settings)], how, output_dir)
-            else:
-                for config in load_configs(str(module), config_name):
-                    how(config)
+            for config in load_configs(str(module), given["config_name"]):
+                _generate(config, given, str(module), {})
     except CodegenError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
 
+
+_NAMES = "module output_dir config_name list_configs every dry_run diff check_only fix formatted verbose".split()
+app.command("generate")(with_options(codegen, _NAMES, module=None))
 
 #: What can't act together, and what to do instead.
 _APART = {
@@ -142,22 +132,17 @@ def _refuse(given: Collection[str]) -> None:
             raise typer.BadParameter(advice.format(other))
 
 
-def _generate_all(paths: list[str], how: Callable[[PatchSpec], None], output_dir: Path | None) -> None:
-    """Generate from every config; those that fail are named at the end, and don't keep the others from their files."""
+def _of_each(paths: list[Path], act: Callable[[str, PatchSpec], None]) -> None:
+    """Act on every config; those that fail are named at the end, and don't keep the others from it."""
     from patcher.codegen.files.projects import load_configs
-    from patcher.codegen.files.writer import output_folder
     from patcher.codegen.generation.header import config_path
 
-    failed: list[str] = []
-    written: dict[Path, str] = {}
-    for label, path in zip(map(config_path, paths), paths, strict=True):
+    failed = []
+    for path in map(str, paths):
+        label = config_path(path)
         try:
             for config in load_configs(path):
-                file = output_folder(config, output_dir) / config.target_file
-                if file in written:
-                    raise config.error(f"{file} is the file of {written[file]} already. Give one another target_file.")
-                how(config)
-                written[file] = label
+                act(label, config)
         except CodegenError as error:
             typer.echo(f"error: {label}: {error}", err=True)
             failed.append(label)
@@ -166,69 +151,47 @@ def _generate_all(paths: list[str], how: Callable[[PatchSpec], None], output_dir
         raise typer.Exit(1)
 
 
-def _list(paths: list[Path]) -> None:
-    """Print each config, its source and its file; exit with 1 if one can't be imported."""
-    from patcher.codegen.files.projects import load_configs
-    from patcher.codegen.generation.header import config_path
-
-    failed = False
-    for path in map(str, paths):
-        try:
-            for config in load_configs(path):
-                what = f"{config.source_module} -> {config.target_file}, {len(config.patches)} patches"
-                typer.echo(f"{config_path(path)}: {what}")
-        except CodegenError as error:
-            failed = True
-            typer.echo(f"{config_path(path)}: can't be imported\n{error}")
-    if not paths:
-        typer.echo("no *_patch_gen_config.py here; set search_root in [tool.patcher.codegen] of pyproject.toml")
-    if failed:
-        raise typer.Exit(1)
+def _list(label: str, config: PatchSpec) -> None:
+    typer.echo(f"{label}: {config.source_module} -> {config.target_file}, {len(config.patches)} patches")
 
 
-def _generate(
-    config: PatchSpec,
-    output_dir: Path | None,
-    diff: bool,
-    dry_run: bool,
-    formatted: bool,
-    verbose: bool,
-) -> None:
-    """Write the file of a config, or say what would be written."""
+def _generate(config: PatchSpec, given: dict[str, Any], label: str, written: dict[Path, str]) -> None:
+    """Write the file of a config, or say what would be written.
+
+    Args:
+        written: file -> the config of which it is.
+    """
     from patcher.codegen.files.checker import changed_originals
-    from patcher.codegen.files.writer import (
-        diff_path,
-        final_text,
-        output_folder,
-        unified_diff,
-        write_generated,
-    )
+    from patcher.codegen.files.writer import diff_path, final_text, output_folder, unified_diff, write_generated
     from patcher.codegen.generation.generator import build
     from patcher.source.differences import diff_of
 
-    generated = build(config)
-    folder = output_folder(config, output_dir)
+    folder = output_folder(config, given["output_dir"])
     path = folder / config.target_file
-    if verbose:
+    if label != written.setdefault(path, label):
+        raise config.error(f"{path} is the file of {written[path]} already. Give one another target_file.")
+    generated = build(config)
+    if given["verbose"]:
         typer.echo(f"{generated.source.name} ({generated.source.version or 'no version'})")
         for patch in generated.patches:
-            text = f"  {patch.kind.value} {patch.target}"
-            typer.echo(text + (f": {patch.description}" if patch.description else ""))
+            about = f": {patch.description}" if patch.description else ""
+            typer.echo(f"  {patch.kind.value} {patch.target}{about}")
         for helper in config.helpers:
             typer.echo(f"  add helper {helper.source.name}")
-    if not dry_run:
+    if not given["dry_run"]:
         taken_over = changed_originals(config, path)
-        write_generated(generated, folder, diff=diff, formatted=formatted)
+        write_generated(generated, folder, diff=given["diff"], formatted=given["formatted"])
         typer.echo(f"wrote {path}" + (f" and {diff_path(path).name}" if diff_path(path).is_file() else ""))
         for change in taken_over:
             typer.echo(f"taken over: what {change.call} at {change.where} patches has changed", err=True)
-    elif diff:
-        typer.echo(unified_diff(generated, final_text(generated, formatted=formatted)), nl=False)
-    else:
-        text = final_text(generated, formatted=formatted)
-        old = path.read_text("utf-8", "replace") if path.is_file() else ""
-        changes = diff_of(old, text, "on the disk", "generated", context=1)
-        state = "create" if not path.is_file() else "change" if changes else "leave as it is"
-        typer.echo(f"would {state} {path} ({len(text.splitlines())} lines)")
-        if path.is_file():
-            typer.echo(changes, nl=False)
+        return
+    text = final_text(generated, formatted=given["formatted"])
+    if given["diff"]:
+        typer.echo(unified_diff(generated, text), nl=False)
+        return
+    old = path.read_text("utf-8", "replace") if path.is_file() else ""
+    changes = diff_of(old, text, "on the disk", "generated", context=1)
+    state = "create" if not path.is_file() else "change" if changes else "leave as it is"
+    typer.echo(f"would {state} {path} ({len(text.splitlines())} lines)")
+    if path.is_file():
+        typer.echo(changes, nl=False)

@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -336,52 +335,22 @@ def test_the_advice_for_what_names_no_class_is_followed(tmp_path: Path) -> None:
 # --- presets -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def laid_out(mine: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A package of presets that is laid out as ours: constants, some of which need a package, and `for_model`."""
-    from patcher import Patcher
-
-    monkeypatch.syspath_prepend(Path.cwd())
-    package = ModuleType("patcher.presets")
-    joined = Patcher(fusions=["qkv", "gate_up"], name="joined", transformers=">=5.17")
-
-    def lacking(name: str) -> Any:
-        if name == "KERNELS":
-            raise ImportError("it needs liger-kernel; pip install liger-kernel")
-        raise AttributeError(name)
-
-    vars(package).update(
-        JOINED=joined,
-        DOUBLED=importlib.import_module(mine).DOUBLED,
-        for_model=lambda config: (joined,) if config.model_type == "llama" else (),
-        describe=lambda name: f"About {name}.\n\nMore of it.",
-        __all__=["KERNELS", "JOINED", "DOUBLED", "for_model"],
-        __getattr__=lacking,
-    )
-    monkeypatch.setitem(sys.modules, "patcher.presets", package)
-    return package
-
-
-@pytest.mark.usefixtures("laid_out")
 def test_presets_are_listed_and_those_that_fit_a_model(folder: Path) -> None:
     done = run("presets")
     assert done.exit_code == 0, done.output
-    assert done.stdout.startswith("3 presets\n")
-    assert re.search(r"JOINED +│ About JOINED. +│ >=5.17", done.stdout)
-    assert re.search(r"DOUBLED +│ About DOUBLED.", done.stdout)
-    assert "More of it" not in done.stdout
-    assert re.search(r"KERNELS +│ it needs liger-kernel; pip install", done.stdout)
-    assert "for_model" not in done.stdout
+    assert done.stdout.startswith("21 presets\n")
+    assert re.search(
+        r"PHI_FUSED_PROJECTIONS +│ Queries, keys and values as one projection\. +│ .*>=5\.17", done.stdout
+    )
+    assert "Its MLP has no gate" not in done.stdout
+    assert re.search(r"Can't be used here\n[^│]*\n LIGER │ The preset LIGER needs", done.stdout)
 
     told = run("presets", folder, "--json")
     assert told.exit_code == 0, told.output
     (only,) = json.loads(told.stdout)["presets"]
-    assert only == {
-        "name": "JOINED",
-        "description": "About JOINED.\n\nMore of it.",
-        "transformers": ">=5.17",
-        "missing": "",
-    }
+    assert only["name"] == "LLAMA_FUSED_PROJECTIONS"
+    assert "SmolLM2" in only["description"]
+    assert (only["missing"], ">=5.17" in only["transformers"]) == ("", True)
     assert run("presets", folder).stdout.startswith(f"1 preset for {folder}\n")
     assert run("presets", folder / "none").exit_code == 2
 
@@ -401,7 +370,7 @@ def test_what_libraries_say_while_they_are_imported_is_not_said() -> None:
     code = (
         "import logging, sys, types, warnings\n"
         "from pathlib import Path\n"
-        "from patcher.cli.quiet import hear_nothing_of_imports\n"
+        "from patcher.cli import hear_nothing_of_imports\n"
         "hear_nothing_of_imports()\n"
         'said = \'import logging, warnings; logging.getLogger("a").{}("{}"); warnings.warn("{}")\'\n'
         "Path('noisy.py').write_text(said.format('warning', 'never', 'never'))\n"
@@ -435,27 +404,37 @@ def test_the_presets_of_the_package_are_listed_planned_and_pinned(folder: Path) 
     ]
 
 
-@pytest.mark.usefixtures("laid_out")
-def test_presets_are_used_by_name(folder: Path) -> None:
-    data = json.loads(run("plan", folder, "--preset", "JOINED", "--preset", "DOUBLED", "--json").stdout)
-    assert {was for _, was, _ in data["replaced"] + data["fused"]} == {"LlamaAttention", "LlamaMLP"}
-    assert "joined | doubled" in data["patchers"][0][0]
-    assert json.loads(run("plan", folder, "--preset", "JOINED", "--json").stdout)["ok"]
-    assert run("fingerprint", "DOUBLED", "--json").exit_code == 0
+def test_presets_and_patchers_are_combined(folder: Path, mine: str) -> None:
+    named = ["--preset", "LLAMA_FUSED_PROJECTIONS"]
+    own = ["--class", f"LlamaRMSNorm={mine}:Norm", "--fusion", "gate_up, qkv"]
+    data = json.loads(run("plan", folder, *named, *own, "--json").stdout)
+    assert {was for _, was, _ in data["replaced"] + data["fused"]} == {"LlamaAttention", "LlamaMLP", "LlamaRMSNorm"}
+    assert json.loads(run("plan", folder, *named, "--json").stdout)["ok"]
 
 
-@pytest.mark.usefixtures("laid_out")
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize("where", ["my_patches.py", "inner/more_patches.py", "else-where/other_patches.py"])
+def test_a_patcher_is_found_by_its_file(where: str, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / where).parent.mkdir(exist_ok=True)
+    (tmp_path / where).write_text(MINE)
+    for file in (where, tmp_path / where):
+        assert run("plan", folder, "--patcher", f"{file}:DOUBLED").exit_code == 0
+        assert run("plan", folder, "--class", f"LlamaRMSNorm={file}:Norm").exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan", "FOLDER", "--preset", "JOINT"], r"there is no preset 'JOINT'; did you mean JOINED"),
+        (
+            ["plan", "FOLDER", "--preset", "QWEN3_FUSED"],
+            r"there is no preset 'QWEN3_FUSED'; did you mean QWEN3_",
+        ),
         (["plan", "FOLDER", "--preset", "for_model"], r"there is no preset 'for_model'"),
         (["plan", "FOLDER", "--preset", "__file__"], r"there is no preset '__file__'; `patcher presets` lists them"),
-        (["plan", "FOLDER", "--preset", "KERNELS"], r"the preset 'KERNELS' can't be used: it needs liger-kernel"),
-        (["fingerprint", "JOINT"], r"there is no preset 'JOINT'"),
-        (["fingerprint", "JOINED"], r"it has neither fingerprints nor names of classes"),
+        (["plan", "FOLDER", "--preset", "LIGER"], r"The preset LIGER needs"),
+        (["fingerprint", "QWEN3_FUSED"], r"there is no preset 'QWEN3_FUSED'"),
     ],
-    ids=["misspelt", "function", "dunder", "lacking", "pin of none", "pin of fusions"],
+    ids=["misspelt", "function", "dunder", "lacking", "pin of none"],
 )
 def test_a_preset_that_is_none_exits_with_2(folder: Path, arguments: list[str], message: str) -> None:
     done = run(*(folder if argument == "FOLDER" else argument for argument in arguments))
@@ -482,7 +461,11 @@ WRONG: list[tuple[str, list[str], str]] = [
     ("no model", ["plan"], r"Missing argument 'MODEL'"),
     ("no command", ["pln", "x"], r"No such command 'pln'"),
     ("no option", ["plan", "x", "--fusoin", "qkv"], r"No such option"),
-    ("no patcher", ["diff", "FOLDER"], r"diff needs to know what to load the model with: --preset NAME"),
+    (
+        "no patcher",
+        ["diff", "FOLDER"],
+        r"diff needs to know what .*by one or more of --preset NAME",
+    ),
     ("fusion", ["plan", "FOLDER", "--fusion", "qkw"], r"'qkw' isn't a fusion; did you mean 'qkv'"),
     (
         "folder",
@@ -493,8 +476,16 @@ WRONG: list[tuple[str, list[str], str]] = [
     ("form", ["plan", "FOLDER", "--patcher", "my_patches"], r"takes MODULE:CONSTANT, found 'my_patches'"),
     ("module", ["plan", "FOLDER", "--patcher", "no_such:X"], r"can't be imported: ModuleNotFoundError"),
     ("broken", ["plan", "FOLDER", "--patcher", "broken_patches:X"], r"can't be imported: KeyError: 'half done'"),
-    ("constant", ["plan", "FOLDER", "--patcher", "my_patches:DOUBLE"], r"there is no DOUBLE .*are DOUBLED, SAME"),
-    ("kind", ["plan", "FOLDER", "--patcher", "my_patches:NUMBER"], r"NUMBER is a int in my_patches; its patchers"),
+    (
+        "constant",
+        ["plan", "FOLDER", "--patcher", "my_patches:DOUBLE"],
+        r"there is no DOUBLE in .*; nearest: DOUBLED",
+    ),
+    (
+        "kind",
+        ["plan", "FOLDER", "--patcher", "my_patches:NUMBER"],
+        r"NUMBER is a int in my_patches; nearest: DOUBLED, SAME",
+    ),
     (
         "conflict",
         ["plan", "FOLDER", "--patcher", "my_patches:SAME", "--patcher", "my_patches:UNFIT"],
@@ -503,7 +494,11 @@ WRONG: list[tuple[str, list[str], str]] = [
     ("key", ["plan", "FOLDER", "--class", "my_patches:Norm"], r"takes NAME=MODULE:CLASS, found 'my_patches:Norm'"),
     ("name", ["plan", "FOLDER", "--function", "rotate_half=my_patches:turm"], r"no turm in my_patches; nearest: turn"),
     ("like", ["plan", "FOLDER", "--class", "like:LamaRMSNorm=my_patches:Norm"], r"no modeling file of transformers"),
-    ("value", ["plan", "FOLDER", "--class", "LlamaMLP=my_patches:NUMBER"], r"LlamaMLP.* class, found 3"),
+    (
+        "value",
+        ["plan", "FOLDER", "--class", "LlamaMLP=my_patches:NUMBER"],
+        r"NUMBER is a int in my_patches",
+    ),
     ("pin", ["fingerprint", "my_patches:MISSPELT"], r"names nothing of transformers .* it has LlamaMPL"),
 ]
 

@@ -113,7 +113,7 @@ def test_a_config_that_cannot_be_imported_is_a_failure(generated: Path, project:
     assert "configs/one/one_patch_gen_config.py: ok" in output  # the others are checked all the same
     code, output = run("--list")
     assert code == 1
-    assert "configs/broken_patch_gen_config.py: can't be imported" in output
+    assert f"error: configs/broken_patch_gen_config.py: {broken}:1: the config can't be imported" in output
 
 
 #: what a config holds, and the line of it, and of a module that it imports, which the message names

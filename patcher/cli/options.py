@@ -1,0 +1,178 @@
+"""The arguments and options of all commands, one table, and what makes a command of a function.
+
+A function takes by name what of the table it needs. Its answer is all that goes to stdout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+import operator
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import typer
+
+#: what a command prints, and whether it is right
+Answer = tuple[Any, bool]
+
+#: option that says what to load a model with -> what it takes, what that is
+WHAT = {
+    "--preset": ("NAME", "A preset, by its name in `patcher presets`"),
+    "--fusion": ("NAME", "A fusion: qkv, kv, gate_up, siblings, sequential_experts, patch_embeddings or split"),
+    "--patcher": ("MODULE:CONSTANT", "A Patcher of your own, such as my_patches:PATCHER"),
+    "--class": (
+        "NAME=MODULE:CLASS",
+        "Your class for one of the model, or of like:LlamaRMSNorm for all that compute the same, such as "
+        "LlamaMLP=my_patches:MyMLP",
+    ),
+    "--module": (
+        "PATH=MODULE:CLASS",
+        "Your class for modules, such as model.layers.{0..3}.mlp=my_patches:MyMLP",
+    ),
+    "--function": (
+        "NAME=MODULE:FUNCTION",
+        "Your function for one that modeling code calls, such as apply_rotary_pos_emb=my_patches:rotary",
+    ),
+}
+
+
+def parameter_of(option: str) -> str:
+    """The name of the parameter for an option of `WHAT`."""
+    return f"{option.strip('-')}_"
+
+
+class Parameter(NamedTuple):
+    """Of a command: its annotation and default for typer, and how messages call it."""
+
+    annotation: Any
+    default: Any
+    label: str
+
+
+def _argument(metavar: str, text: str, kind: Any = str) -> Parameter:
+    return Parameter(Annotated[kind, typer.Argument(metavar=metavar, help=text)], inspect.Parameter.empty, metavar)
+
+
+def _option(names: str, metavar: str | None, text: str, kind: Any = str) -> Parameter:
+    option = typer.Option(*names.split(), metavar=metavar, help=text)
+    return Parameter(Annotated[kind | None, option], None, names.split()[-1])
+
+
+def _repeated(name: str, metavar: str, text: str) -> Parameter:
+    return _option(name, metavar, f"{text}; may be repeated.", list[str])
+
+
+def _flag(names: str, text: str) -> Parameter:
+    return Parameter(Annotated[bool, typer.Option(*names.split(), help=text)], False, names.split()[-1])
+
+
+_DTYPE = Literal["float32", "bfloat16", "float16"]
+OPTIONS = {
+    "model": _argument("MODEL", "A repo on the hub, or a folder."),
+    "folder": _argument("FOLDER", "Where to write: a new or an empty folder.", Path),
+    "name": _argument("PRESET", "The name of a preset, or MODULE:CONSTANT."),
+    **{parameter_of(option): _repeated(option, *words) for option, words in WHAT.items()},
+    "unpinned": _flag("--unpinned", "Ignore the pins of a preset, to try it on code that has changed."),
+    "dtype": _option("--dtype", None, "What to compute in [default: float32, of bench the checkpoint's].", _DTYPE),
+    "stage": _repeated("--stage", "NAME", "Run only this stage, such as training or save"),
+    "quick": _flag("--quick", "Take a tenth of the time: see wrong weights, but not what only some inputs show."),
+    "seconds": _option("--seconds", "FLOAT", "How long to measure; more tells smaller differences.", float),
+    "measure": _repeated("--measure", "NAME", "Measure only this, such as decode or memory"),
+    "unverified": _flag("--no-verify", "Go on without comparing what is patched with stock."),
+    "push": _option("--push", "REPO", "Put it into this repo on the hub, which is made if needed."),
+    "verified_on": _option("--verify", "MODEL", "Verify it on this model first; print nothing if that fails."),
+    "revision": _option("--revision", "REVISION", "A branch, tag or commit of the repo."),
+    "remote": _flag("--trust-remote-code", "Run code that the repo brings with it."),
+    "as_json": _flag("--json", "Write JSON to stdout, and nothing else."),
+    # Of code generation.
+    "module": _argument("CONFIG", "The module of a config, or the path of its file."),
+    "output_dir": _option("--output-dir -o", "FOLDER", "Where to write [default: generated/ beside it].", Path),
+    "config_name": _option("--config-name -c", "NAME", "Variable that holds the config [default: config]."),
+    "list_configs": _flag("--list", "List the configs of the project."),
+    "every": _flag("--all", "Generate from every config of the project."),
+    "dry_run": _flag("--dry-run", "Show what would change; write nothing."),
+    "diff": _flag("--diff", "Also write a unified diff against the original."),
+    "check_only": _flag("--check", "Write nothing; exit with 1 and a diff if a file isn't what its config says."),
+    "fix": _flag("--fix", "With --check: write the files that aren't what their configs say."),
+    "formatted": _flag("--format", "Run ruff over the files."),
+    "verbose": _flag("--verbose -v", "List the patches."),
+    "model_name": _option("--model", "CLASS", "The model to run [default: until all patches ran]."),
+    "model_config": _option("--model-config", "FOLDER", "A small config of it [default: made]."),
+    "tolerance": _option("--tolerance", "FLOAT", "How far outputs may be from stock's, as a share of them.", float),
+    "partly": _flag("--partly", "Don't fail for patches that no model runs."),
+}
+_ALL_OF_WHAT = (*map(parameter_of, WHAT), "unpinned")
+#: parameters in whose place a command has several options
+_SEVERAL = {"patcher": _ALL_OF_WHAT, "patchers": _ALL_OF_WHAT, "options": ("revision", "remote")}
+
+
+def with_options(function: Callable[..., Any], names: Iterable[str], **defaults: Any) -> Callable[..., Any]:
+    """The function as typer reads it, with the parameters of these names; defaults may be others than the table's."""
+    parameters = []
+    for name in names:
+        annotation, default, _ = OPTIONS[name]
+        default, kind = defaults.get(name, default), inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    function.__annotations__ = {}
+    return function
+
+
+def command(answer: Callable[..., Answer]) -> Callable[..., None]:
+    """Print what a function answers, a value or a list of them, and exit with whether that is right.
+
+    Errors of ours, and those of a place that isn't there, are one paragraph.
+    """
+    own = inspect.signature(answer).parameters
+    names = [each for name in own for each in _SEVERAL.get(name, (name,))]
+    defaults = {name: each.default for name, each in own.items() if each.default is not inspect.Parameter.empty}
+
+    @functools.wraps(answer)
+    def run(as_json: bool, **given: Any) -> None:
+        from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError
+
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                value, right = answer(**_joined(answer.__name__, own, given))
+        except (PatcherError, OSError) as error:  # OSError: of files that aren't there
+            wrong = isinstance(error, InvalidPatcherError | PatchConflictError | OSError)
+            typer.echo(f"error: {' '.join(str(error).split()) if isinstance(error, OSError) else error}", err=True)
+            raise typer.Exit(2 if wrong else 1) from error
+        values = value if isinstance(value, list) else [value]
+        if as_json:
+            found = [each.to_dict() for each in values]
+            typer.echo(json.dumps(found if values is value else found[0], indent=2))
+        else:
+            for each in values:
+                each.show()  # in colours, where that is a terminal
+        raise typer.Exit(0 if right else 1)
+
+    return with_options(run, [*names, "as_json"], **defaults)
+
+
+def _joined(name: str, own: Iterable[str], given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a command, in which what several options say together is one."""
+    if "options" in own:
+        revision = given.pop("revision")
+        # Given in any case: transformers prompts at the terminal where it isn't.
+        given["options"] = {"trust_remote_code": given.pop("remote")} | ({"revision": revision} if revision else {})
+    for parameter in {*own} & {"patcher", "patchers"}:
+        texts = {option: found for option in WHAT if (found := given.pop(parameter_of(option)))}
+        if not texts:
+            forms = ", ".join(f"{option} {metavar}" for option, (metavar, _) in WHAT.items())
+            raise typer.BadParameter(
+                f"{name} needs to know what to load the model with, by one or more of {forms}. "
+                "`patcher presets MODEL` lists the presets that fit."
+            )
+        from patcher.cli.values import each_of, without_pins
+
+        patchers = each_of(texts)
+        if given.pop("unpinned"):
+            patchers = [without_pins(each) for each in patchers]
+        given[parameter] = patchers if parameter == "patchers" else functools.reduce(operator.or_, patchers)
+    return given
