@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -175,23 +174,16 @@ def command(*words: str) -> str:
     return result.stdout
 
 
-@advice(
-    "{} takes {}, found the file {}; write {} {}{}",
-    "{} takes {}, found {}; write '{}'.",
-    "define {} in it",
-)
+@advice("{} takes {}, found {}; write '{}'.", "define {} in it")
 def a_class_for_a_path_that_is_none(at: Place) -> Steps:
     (at.tmp / "my_modules.py").write_text("")
-    path = "model.layers.{0..1}.mlp"
     with in_folder(at.tmp):
         said = yield lambda: command("plan", str(at.llama), "--module", "my_patches:MyMLP")
-        assert shlex.split(said.partition("write ")[2].strip().removesuffix("."))[0].endswith("=my_patches:MyMLP")
+        where = said.partition("write '")[2].partition("'")[0]
+        assert where.endswith("=my_patches:MyMLP")
+        where = where.replace("{0..3}", "{0..1}").replace("my_patches", "my_modules")
     with in_folder(at.tmp):
-        said = yield lambda: command("plan", str(at.llama), "--module", f"{path}=my_modules.py:MyMLP")
-        where = said.partition("write --module ")[2].strip()
-    with in_folder(at.tmp):
-        said = yield lambda: command("plan", str(at.llama), "--module", where)
-        assert "define MyMLP in it" in said
+        yield lambda: command("plan", str(at.llama), "--module", where)
     del sys.modules["my_modules"]
     source = "from transformers.models.llama.modeling_llama import LlamaMLP\nclass MyMLP(LlamaMLP): ...\n"
     (at.tmp / "my_modules.py").write_text(source)
@@ -200,42 +192,12 @@ def a_class_for_a_path_that_is_none(at: Place) -> Steps:
     del sys.modules["my_modules"]
 
 
-@advice("{} takes one name, and may be repeated; for {} write {}")
-def several_names_for_one_option(at: Place) -> Steps:
-    for option, names in (("--fusion", "qkv,gate_up"), ("--fusion", "qkv, gate_up")):
-        said = yield lambda option=option, names=names: command("plan", str(at.llama), option, names)  # type: ignore[misc]
-        instead = shlex.split(said.partition(" write ")[2])
-        assert len(instead) == 4
-        command("plan", str(at.llama), *instead)
-    said = yield lambda: command("plan", str(at.llama), "--preset", "LLAMA_FUSED_PROJECTIONS,LLAMA_FUSED_PROJECTIONS")
-    command("plan", str(at.llama), *shlex.split(said.partition(" write ")[2]))
-
-
-@advice("{} takes {}, found the file {}; write {} {}{}")
-def a_file_in_place_of_a_module(at: Place) -> Steps:
-    for path in ("advised_here.py", "advised_folder/advised_inside.py", str(at.tmp / "advised_here.py")):
-        file = at.tmp / path
-        file.parent.mkdir(exist_ok=True)
-        file.write_text("from patcher import Patcher\nX = Patcher(fusions='qkv')\n")
-        with in_folder(at.tmp):
-            said = yield lambda path=path: command("plan", str(at.llama), "--patcher", f"{path}:X")  # type: ignore[misc]
-        with in_folder(at.tmp):
-            command("plan", str(at.llama), *shlex.split(said.partition(" write ")[2]))
-    elsewhere = at.tmp / "else-where"
-    elsewhere.mkdir()
-    (elsewhere / "advised_there.py").write_text("from patcher import Patcher\nX = Patcher(fusions='qkv')\n")
-    said = yield lambda: command("plan", str(at.llama), "--patcher", f"{elsewhere}/advised_there.py:X")
-    words, _, folder = said.partition(" write ")[2].partition(", in the folder ")
-    with in_folder(Path(eval(folder))):
-        command("plan", str(at.llama), *shlex.split(words))
-
-
-@advice("{} takes {}, found {}; write {}.", "write {} = Patcher(...) in it")
+@advice("{} takes {}, found {}; write '{}'.", "define {} in it")
 def a_constant_that_is_none(at: Place) -> Steps:
     (at.tmp / "my_patches.py").write_text("")
     with in_folder(at.tmp):
         said = yield lambda: command("plan", str(at.llama), "--patcher", "PATCHER")
-        instead = said.partition("write ")[2].strip().removesuffix(".")
+        instead = said.partition("write '")[2].partition("'")[0]
     with in_folder(at.tmp):
         yield lambda: command("plan", str(at.llama), "--patcher", instead)
     del sys.modules["my_patches"]
