@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import os
 import platform
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +27,7 @@ from patcher.compat.models import class_in
 from patcher.display.parts import Cell, Notes, Part, Table
 from patcher.display.shown import Shown
 from patcher.errors import CodegenError, InvalidPatcherError, VerificationError
+from patcher.source.modules import SourceModule
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
 from patcher.verification.verify import Verification, compare
@@ -36,7 +38,7 @@ _PLACES = ("cache_dir", "local_files_only", "revision", "token")
 _OTHER_WEIGHTS = "bin ckpt gguf h5 msgpack npz onnx ot pb pt pth safetensors tflite".split()
 _OF_TRAINING = ("trainer_state.json", "training_args.bin")
 #: What a card takes over of that of the original.
-_KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "tags")
+_KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "tags", "base_model")
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Exported(Shown):
 
     folder: Path
     modeling_file: str
-    auto_map: tuple[tuple[str, str], ...]
+    auto_map: Mapping[str, str]
     changes: tuple[str, ...]
     files: tuple[str, ...]
     verification: Verification | None = None
@@ -63,7 +65,7 @@ class Exported(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """All of it in dicts, lists, texts and numbers, for JSON."""
-        return super().to_dict() | {"folder": str(self.folder), "auto_map": dict(self.auto_map)}
+        return super().to_dict() | {"folder": str(self.folder)}
 
     def _headline(self) -> str:
         found = self.verification
@@ -74,7 +76,7 @@ class Exported(Shown):
         return None if self.verification is None else self.verification._verdict()
 
     def _parts(self) -> Iterator[Part]:
-        yield Table("trust_remote_code=True gives", ("Auto class", "class"), self.auto_map)
+        yield Table("trust_remote_code=True gives", ("Auto class", "class"), list(self.auto_map.items()))
         yield Notes(f"{self.modeling_file} differs from the code of transformers", self.changes, "")
 
 
@@ -136,7 +138,7 @@ def export(
     config = config_of(model, places)
     cls = model_class_of(config, model_class, model, places)
     generated = _generated(patcher, cls, config)
-    auto_map, changes = _auto_map(cls, config, generated), _changes(generated)
+    changes, auto_map = _changes(generated), _auto_map(cls, config, cls.__module__.rpartition(".")[2])
     source = _source(model, places)
     is_new = not target.exists()
     target.mkdir(parents=True, exist_ok=True)
@@ -150,10 +152,9 @@ def export(
                     f"the {cls.__name__} of {generated.config.target_file} is not what that of transformers is:\n  "
                     + "\n  ".join(found.failures)
                 )
-        (target / "README.md").write_text(
-            _card(str(model), source, patcher, generated, changes, auto_map, found, push_to_hub or target.name),
-            "utf-8",
-        )
+        exported = Exported(target, generated.config.target_file, auto_map, changes, (), found)
+        card = _card(exported, str(model), source, patcher, generated.source, push_to_hub or target.name)
+        (target / "README.md").write_text(card, "utf-8")
         address = _pushed(target, push_to_hub, places.get("token")) if push_to_hub else ""
     except BaseException:
         shutil.rmtree(target)
@@ -161,8 +162,7 @@ def export(
             target.mkdir()
         raise
     files = tuple(sorted(each.relative_to(target).as_posix() for each in target.rglob("*") if each.is_file()))
-    return Exported(target, generated.config.target_file, tuple(auto_map.items()), changes, files,
-                    found, address)  # fmt: skip
+    return dataclasses.replace(exported, files=files, address=address)
 
 
 def _generated(patcher: Patcher, cls: type[PreTrainedModel], config: PretrainedConfig) -> Generated:
@@ -172,10 +172,9 @@ def _generated(patcher: Patcher, cls: type[PreTrainedModel], config: PretrainedC
             f"{cls.__name__} is a class of {home}, and export writes the modeling file of a model that transformers "
             "has. Patch that code with patcher.codegen.PatchConfig, and publish its file."
         )
+    file = f"{home.rpartition('.')[2]}.py"
     try:
-        return build(
-            PatchConfig.from_patcher(patcher, cls, config=config, target_file=f"{home.rpartition('.')[2]}.py")
-        )
+        return build(PatchConfig.from_patcher(patcher, cls, config=config, target_file=file))
     except CodegenError as error:
         reason = str(error).partition(": ")[2]  # behind the place of a config, which here is none
         raise CodegenError(f"no modeling file can do what the patcher does: {reason}") from error
@@ -190,8 +189,19 @@ def _source(model: str | os.PathLike[str], places: Mapping[str, Any]) -> Path:
     return Path(snapshot_download(str(model), ignore_patterns=[*others, "*/*.bin", "*/*.safetensors"], **named))
 
 
-def _copied(source: Path) -> list[Path]:
-    """What is copied: weights as `from_pretrained` finds them, and all that isn't weights; no checkpoints in folders.
+def _auto_map(cls: type[PreTrainedModel], config: PretrainedConfig, stem: str) -> dict[str, str]:
+    """Auto class -> the class of the file that it gives."""
+    autos = {name: getattr(transformers, name) for name in dir(transformers) if name.startswith("AutoModel")}
+    chosen = {name: class_in(auto, config) for name, auto in autos.items()}
+    return {
+        name: f"{stem}.{each.__name__}"
+        for name, each in chosen.items()
+        if each is not None and each.__module__ == cls.__module__
+    }
+
+
+def _write(source: Path, target: Path, generated: Generated, auto_map: dict[str, str]) -> None:
+    """Write all files but the card: the weights as `from_pretrained` finds them, and all that isn't weights.
 
     Raises:
         InvalidPatcherError: there are no weights.
@@ -203,31 +213,10 @@ def _copied(source: Path) -> list[Path]:
             f"{source} has no weights that from_pretrained looks for, such as model.safetensors. Load the model, and "
             "write it with save_pretrained first."
         )
-    if any("safetensors" in each.name for each in weights):
-        weights = [each for each in weights if "safetensors" in each.name]
-    rest = [
-        each
-        for each in files
-        if each.suffix.removeprefix(".") not in _OTHER_WEIGHTS and not is_default(each.name)
-        if each.name not in (*_OF_TRAINING, "README.md", "config.json")
-    ]
-    return [*weights, *rest]
-
-
-def _auto_map(cls: type[PreTrainedModel], config: PretrainedConfig, generated: Generated) -> dict[str, str]:
-    """Auto class -> the class of the file that it gives."""
-    stem, found = generated.config.target_file.removesuffix(".py"), {}
-    for name in dir(transformers):
-        if name.startswith("AutoModel"):
-            chosen = class_in(getattr(transformers, name), config)
-            if chosen is not None and chosen.__module__ == cls.__module__:
-                found[name] = f"{stem}.{chosen.__name__}"
-    return found
-
-
-def _write(source: Path, target: Path, generated: Generated, auto_map: dict[str, str]) -> None:
-    """Write all files but the card."""
-    for each in _copied(source):
+    safe = [each for each in weights if "safetensors" in each.name]
+    left_out = {*weights, *(source / name for name in (*_OF_TRAINING, "README.md", "config.json"))}
+    rest = [each for each in files if each not in left_out and each.suffix.removeprefix(".") not in _OTHER_WEIGHTS]
+    for each in [*(safe or weights), *rest]:
         shutil.copyfile(each, target / each.name)
     written = json.loads((source / "config.json").read_text("utf-8")) | {"auto_map": auto_map}
     (target / "config.json").write_text(json.dumps(written, indent=2, ensure_ascii=False) + "\n", "utf-8")
@@ -246,65 +235,59 @@ def _changes(generated: Generated) -> tuple[str, ...]:
     return (*texts, *(f"add `{helper.source.name}`" for helper in generated.config.helpers))
 
 
-def _card(
-    model: str,
-    source: Path,
-    patcher: Patcher,
-    generated: Generated,
-    changes: Iterable[str],
-    auto_map: Mapping[str, str],
-    found: Verification | None,
-    place: str,
-) -> str:
-    readme = source / "README.md"
+def _card(made: Exported, model: str, source: Path, patcher: Patcher, code: SourceModule, place: str) -> str:
+    readme, is_repo = source / "README.md", not Path(model).is_dir()
     before = (metadata_load(readme) if readme.is_file() else None) or {}
-    about = {name: before[name] for name in _KEPT if name in before}
-    if not Path(model).is_dir():
-        about["base_model"] = model
-    elif "base_model" in before:
-        about["base_model"] = before["base_model"]
-    data = ModelCardData(library_name="transformers", **about)
-    name = f"`{model}`" if "base_model" in about else "the original model"
-    auto = next((each for each in auto_map if each != "AutoModel"), "AutoModel")
-    release = generated.source.version or f"transformers {transformers.__version__}"
-    lines = [
-        f"The weights of {name}, byte for byte, with other modeling code. It needs torch and transformers.",
-        "",
-        "```python",
-        f"from transformers import {auto}",
-        "",
-        f'model = {auto}.from_pretrained("{place}", trust_remote_code=True)',
-        "```",
-        "",
-        "Without `trust_remote_code=True` transformers loads the original model.",
-        "",
-        "## What differs",
-        "",
-        f"`{generated.config.target_file}` is `{generated.source.name}` of {release}, changed by patcher "
-        f"{version('patcher')}:",
-        "",
-        "```python",
-        repr(patcher),
-        "```",
-        "",
-        *(f"- {change}" for change in changes),
-        "",
-        "## How it was verified",
-        "",
-        *(["It was not verified."] if found is None else _verified(found)),
-    ]
-    return f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines) + "\n"
+    before |= {"base_model": model} if is_repo else {}
+    about = ModelCardData(library_name="transformers", **{name: before[name] for name in _KEPT if name in before})
+    auto = next((each for each in made.auto_map if each != "AutoModel"), "AutoModel")
+    changes = "\n".join(f"- {change}" for change in made.changes)
+    return f"""\
+---
+{about.to_yaml()}
+---
+
+The weights of {f"`{model}`" if is_repo else "the original model"}, byte for byte, with other modeling code. It needs \
+torch and transformers.
+
+```python
+from transformers import {auto}
+
+model = {auto}.from_pretrained("{place}", trust_remote_code=True)
+```
+
+Without `trust_remote_code=True` transformers loads the original model.
+
+## What differs
+
+`{made.modeling_file}` is `{code.name}` of {code.version or f"transformers {transformers.__version__}"}, changed by \
+patcher {version("patcher")}:
+
+```python
+{patcher!r}
+```
+
+{changes}
+
+## How it was verified
+
+{"It was not verified." if made.verification is None else _verified(made.verification)}
+"""
 
 
-def _verified(found: Verification) -> Iterator[str]:
-    on = f"Python {platform.python_version()}, torch {version('torch')}, transformers {version('transformers')}"
-    yield f"By `patcher.compare` with the original, on {datetime.date.today().isoformat()}, in {found.dtype}; {on};"
-    yield f"{platform.system()} on {platform.machine()}."
-    yield ""
-    yield "| stage | | measured | allowed |"
-    yield "|---|---|---|---|"
-    for stage, (name, _, figures, allowed, *_) in zip(found.stages, found.rows(), strict=True):
-        yield f"| {name} | {'passed' if stage.checked else stage.message} | {figures} | {allowed} |"
+def _verified(found: Verification) -> str:
+    rows = "\n".join(
+        f"| {name} | {'passed' if stage.checked else stage.message} | {figures} | {allowed} |"
+        for stage, (name, _, figures, allowed, *_) in zip(found.stages, found.rows(), strict=True)
+    )
+    return f"""\
+By `patcher.compare` with the original, on {datetime.date.today().isoformat()}, in {found.dtype}; \
+Python {platform.python_version()}, torch {version("torch")}, transformers {version("transformers")}; \
+{platform.system()} on {platform.machine()}.
+
+| stage | | measured | allowed |
+|---|---|---|---|
+{rows}"""
 
 
 def _pushed(folder: Path, repo_id: str, token: Any) -> str:
