@@ -46,52 +46,33 @@ if TYPE_CHECKING:
     from patcher.training.parts import Part as Part, fused_parameters as fused_parameters
     from patcher.verification.benchmark import Benchmark as Benchmark, benchmark as benchmark
     from patcher.verification.comparing import Stage as Stage
-    from patcher.verification.verify import (
-        Verification as Verification,
-        compare as compare,
-        verify as verify,
-    )
+    from patcher.verification.verify import Verification as Verification, compare as compare, verify as verify
 
     __version__: str
 
-#: public name -> the module that has it
-_HOMES = {
-    "Benchmark": "patcher.verification.benchmark",
-    "ClassDiff": "patcher.inspection.diff",
-    "Diff": "patcher.inspection.diff",
-    "Exported": "patcher.publishing",
-    "ForwardOf": "patcher.spec.forward_of",
-    "Fusion": "patcher.fusions.base",
-    "Like": "patcher.spec.like",
-    "Part": "patcher.training.parts",
-    "Patcher": "patcher.spec.patcher",
-    "Plan": "patcher.inspection.plan",
-    "Report": "patcher.inspection.report",
-    "Resolution": "patcher.resolution.resolution",
-    "Stage": "patcher.verification.comparing",
-    "Verification": "patcher.verification.verify",
-    "benchmark": "patcher.verification.benchmark",
-    "checkpoint_metadata": "patcher.loading.streaming",
-    "checkpoint_weights": "patcher.loading.streaming",
-    "compare": "patcher.verification.verify",
-    "diff": "patcher.inspection.diff",
-    "export": "patcher.publishing",
-    "fingerprint": "patcher.spec.fingerprints",
-    "forward_of": "patcher.spec.forward_of",
-    "fused_parameters": "patcher.training.parts",
-    "install": "patcher.integrations",
-    "like": "patcher.spec.like",
-    "load_checkpoint_weights": "patcher.loading.streaming",
-    "load_new_weights": "patcher.loading.new_weights",
-    "load_original_optimizer_state_dict": "patcher.training.optimizer_state",
-    "load_original_state_dict": "patcher.loading.state_dicts",
-    "original_optimizer_state_dict": "patcher.training.optimizer_state",
-    "original_state_dict": "patcher.loading.state_dicts",
-    "plan": "patcher.inspection.plan",
-    "report": "patcher.inspection.report",
-    "save_new_weights": "patcher.loading.new_weights",
-    "verify": "patcher.verification.verify",
+#: module of this package -> the public names in it
+_NAMES = {
+    "fusions.base": "Fusion",
+    "inspection.diff": "ClassDiff Diff diff",
+    "inspection.plan": "Plan plan",
+    "inspection.report": "Report report",
+    "integrations": "install",
+    "loading.new_weights": "load_new_weights save_new_weights",
+    "loading.state_dicts": "load_original_state_dict original_state_dict",
+    "loading.streaming": "checkpoint_metadata checkpoint_weights load_checkpoint_weights",
+    "publishing": "Exported export",
+    "resolution.resolution": "Resolution",
+    "spec.fingerprints": "fingerprint",
+    "spec.forward_of": "ForwardOf forward_of",
+    "spec.like": "Like like",
+    "spec.patcher": "Patcher",
+    "training.optimizer_state": "load_original_optimizer_state_dict original_optimizer_state_dict",
+    "training.parts": "Part fused_parameters",
+    "verification.benchmark": "Benchmark benchmark",
+    "verification.comparing": "Stage",
+    "verification.verify": "Verification compare verify",
 }
+_HOMES = {name: f"patcher.{module}" for module, names in _NAMES.items() for name in names.split()}
 _MODULES = ("codegen", "errors", "fusions", "monkey_patching", "presets")
 
 __all__ = [*errors.__all__, *_HOMES, "__version__"]

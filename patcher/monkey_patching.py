@@ -75,16 +75,11 @@ def register_patch_mapping(mapping: Mapping[str, Any], overwrite: bool = False) 
     for key, cls in mapping.items():
         if not isinstance(key, str):
             raise TypeError(f"A key must be the name of a class or an expression, got {type(key).__name__}: {key!r}")
-        if not isinstance(cls, type):
-            raise TypeError(f"The replacement for '{key}' must be a class, got {type(cls).__name__}")
-        if not issubclass(cls, nn.Module):
-            bases = ", ".join(base.__name__ for base in cls.__mro__[1:])
-            raise TypeError(
-                f"The replacement for '{key}' must be a subclass of nn.Module, got {cls.__name__}, "
-                f"which inherits from {bases}"
-            )
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            what = cls.__name__ if isinstance(cls, type) else f"an instance of {type(cls).__name__}"
+            raise TypeError(f"The replacement for '{key}' must be a subclass of nn.Module, got {what}")
     with _writing:
-        current = dict(registered_patcher().class_mapping)
+        current = get_patch_mapping()
         taken = [key for key in mapping if key in current]
         if taken and not overwrite:
             raise ValueError(
@@ -108,18 +103,17 @@ def unregister_patch_mapping(keys: Iterable[str]) -> None:
     Raises:
         ValueError: a key that is not registered. Nothing is taken out then.
     """
-    wanted = [keys] if isinstance(keys, str) else list(keys)
     with _writing:
-        current = dict(registered_patcher().class_mapping)
-        for key in wanted:
+        current = get_patch_mapping()
+        for key in [keys] if isinstance(keys, str) else keys:
             if key not in current:
-                close = nearest(str(key), current)
-                hint = f" Did you mean '{close[0]}'?" if close else ""
+                close = nearest(str(key), get_patch_mapping())
                 raise ValueError(
-                    f"'{key}' was not found in monkey patch mapping cache. "
-                    f"Cannot unregister what is not registered.{hint}"
+                    f"'{key}' was not found in monkey patch mapping cache. Cannot unregister what is not registered."
+                    + (f" Did you mean '{close[0]}'?" if close else "")
                 )
-        set_registered_patcher(Patcher({key: cls for key, cls in current.items() if key not in wanted}, strict=False))
+            del current[key]
+        set_registered_patcher(Patcher(current, strict=False))
 
 
 def get_patch_mapping() -> dict[str, type[nn.Module]]:

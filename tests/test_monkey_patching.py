@@ -114,8 +114,12 @@ def test_nothing_is_checked_strictly(llama: Path) -> None:
     ("mapping", "error", "text"),
     [
         ({"LlamaMLP": object}, TypeError, "must be a subclass of nn.Module, got object"),
-        ({"LlamaMLP": nn.Identity()}, TypeError, "'LlamaMLP' must be a class, got Identity"),
-        ({"LlamaMLP": "MyMLP"}, TypeError, "'LlamaMLP' must be a class, got str"),
+        (
+            {"LlamaMLP": nn.Identity()},
+            TypeError,
+            "must be a subclass of nn.Module, got an instance of Identity",
+        ),
+        ({"LlamaMLP": "MyMLP"}, TypeError, "'LlamaMLP' must be a subclass of nn.Module, got an instance of str"),
         ({3: MyMLP}, TypeError, "A key must be the name of a class or an expression, got int"),
         ([("LlamaMLP", MyMLP)], TypeError, "must map class names to classes, got list"),
         ({"Llama(MLP": MyMLP}, ValueError, r"'Llama\(MLP' isn't a regular expression"),

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperGroup
 
-from patcher.cli.options import OPTIONS, Answer, command, with_options
+from patcher.cli.commands import Answer, command
+from patcher.cli.options import OPTIONS, with_options
 from patcher.errors import CodegenError
 
 if TYPE_CHECKING:
@@ -106,30 +107,23 @@ def codegen(**given: Any) -> None:
 _NAMES = "module output_dir config_name list_configs every dry_run diff check_only fix formatted verbose".split()
 app.command("generate")(with_options(codegen, _NAMES, module=None))
 
-#: What can't act together, and what to do instead.
-_APART = {
-    "--list": (
-        {"CONFIG", "-o", "-c", "--all", "--dry-run", "--diff", "--check", "--format", "-v"},
-        "--list only names the configs of the project. Leave {} out.",
-    ),
-    "--check": (
-        {"-c", "--all", "--dry-run", "--diff", "-v"},
-        "--check compares what there is, of CONFIG or of all configs, and writes nothing. Leave {} out.",
-    ),
-    "--all": ({"CONFIG", "-c"}, "--all takes every config of the project. Leave {} out, or --all."),
+#: what the command does -> the options that go with it; of several the first
+_MODES = {
+    "--list": (),
+    "--check": ("CONFIG", "-o", "--fix", "--format"),
+    "--all": ("-o", "--dry-run", "--diff", "--format", "-v"),
+    "CONFIG": ("-o", "-c", "--dry-run", "--diff", "--format", "-v"),
 }
 
 
 def _refuse(given: Collection[str]) -> None:
     """Raise for options that can't act together."""
-    if "--fix" in given and "--check" not in given:
-        raise typer.BadParameter("--fix belongs to --check.")
-    if not {"CONFIG", "--list", "--all", "--check"} & set(given):
+    mode = next((each for each in _MODES if each in given), None)
+    if mode is None:
         raise typer.BadParameter("Name a config, or use --list, --all or --check.")
-    for name in (name for name in _APART if name in given):
-        others, advice = _APART[name]
-        for other in (other for other in given if other in others):
-            raise typer.BadParameter(advice.format(other))
+    for other in (each for each in given if each not in (mode, *_MODES[mode])):
+        allowed = f"goes with {', '.join(_MODES[mode])} only" if _MODES[mode] else "goes with no other option"
+        raise typer.BadParameter(f"{mode} {allowed}. Leave {other} out.")
 
 
 def _of_each(paths: list[Path], act: Callable[[str, PatchSpec], None]) -> None:

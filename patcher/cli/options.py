@@ -1,24 +1,13 @@
-"""The arguments and options of all commands, one table, and what makes a command of a function.
-
-A function takes by name what of the table it needs. Its answer is all that goes to stdout.
-"""
+"""The arguments and options of all commands: one table, of which a command takes by name what it needs."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import inspect
-import json
-import operator
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
-
-#: what a command prints, and whether it is right
-Answer = tuple[Any, bool]
 
 #: option that says what to load a model with -> what it takes, what that is
 WHAT = {
@@ -106,9 +95,6 @@ OPTIONS = {
     "tolerance": _option("--tolerance", "FLOAT", "How far outputs may be from stock's, as a share of them.", float),
     "partly": _flag("--partly", "Don't fail for patches that no model runs."),
 }
-_ALL_OF_WHAT = (*map(parameter_of, WHAT), "unpinned")
-#: parameters in whose place a command has several options
-_SEVERAL = {"patcher": _ALL_OF_WHAT, "patchers": _ALL_OF_WHAT, "options": ("revision", "remote")}
 
 
 def with_options(function: Callable[..., Any], names: Iterable[str], **defaults: Any) -> Callable[..., Any]:
@@ -121,58 +107,3 @@ def with_options(function: Callable[..., Any], names: Iterable[str], **defaults:
     function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     function.__annotations__ = {}
     return function
-
-
-def command(answer: Callable[..., Answer]) -> Callable[..., None]:
-    """Print what a function answers, a value or a list of them, and exit with whether that is right.
-
-    Errors of ours, and those of a place that isn't there, are one paragraph.
-    """
-    own = inspect.signature(answer).parameters
-    names = [each for name in own for each in _SEVERAL.get(name, (name,))]
-    defaults = {name: each.default for name, each in own.items() if each.default is not inspect.Parameter.empty}
-
-    @functools.wraps(answer)
-    def run(as_json: bool, **given: Any) -> None:
-        from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError
-
-        try:
-            with contextlib.redirect_stdout(sys.stderr):
-                value, right = answer(**_joined(answer.__name__, own, given))
-        except (PatcherError, OSError) as error:  # OSError: of files that aren't there
-            wrong = isinstance(error, InvalidPatcherError | PatchConflictError | OSError)
-            typer.echo(f"error: {' '.join(str(error).split()) if isinstance(error, OSError) else error}", err=True)
-            raise typer.Exit(2 if wrong else 1) from error
-        values = value if isinstance(value, list) else [value]
-        if as_json:
-            found = [each.to_dict() for each in values]
-            typer.echo(json.dumps(found if values is value else found[0], indent=2))
-        else:
-            for each in values:
-                each.show()  # in colours, where that is a terminal
-        raise typer.Exit(0 if right else 1)
-
-    return with_options(run, [*names, "as_json"], **defaults)
-
-
-def _joined(name: str, own: Iterable[str], given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a command, in which what several options say together is one."""
-    if "options" in own:
-        revision = given.pop("revision")
-        # Given in any case: transformers prompts at the terminal where it isn't.
-        given["options"] = {"trust_remote_code": given.pop("remote")} | ({"revision": revision} if revision else {})
-    for parameter in {*own} & {"patcher", "patchers"}:
-        texts = {option: found for option in WHAT if (found := given.pop(parameter_of(option)))}
-        if not texts:
-            forms = ", ".join(f"{option} {metavar}" for option, (metavar, _) in WHAT.items())
-            raise typer.BadParameter(
-                f"{name} needs to know what to load the model with, by one or more of {forms}. "
-                "`patcher presets MODEL` lists the presets that fit."
-            )
-        from patcher.cli.values import each_of, without_pins
-
-        patchers = each_of(texts)
-        if given.pop("unpinned"):
-            patchers = [without_pins(each) for each in patchers]
-        given[parameter] = patchers if parameter == "patchers" else functools.reduce(operator.or_, patchers)
-    return given

@@ -9,17 +9,16 @@ import importlib
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import transformers
+import typer
 
 from patcher import presets
 from patcher.checkpoints.model_classes import config_of
 from patcher.cli.options import WHAT
-from patcher.display.parts import Notes, Part, Table
-from patcher.display.shown import Shown, numbered
+from patcher.display.shown import numbered
 from patcher.errors import InvalidPatcherError
 from patcher.patterns import nearest
 from patcher.spec.fingerprints import fingerprint, homes_of
@@ -34,39 +33,31 @@ def each_of(given: Mapping[str, Iterable[str]]) -> list[Patcher]:
     Args:
         given: option, with its dashes -> what it was given, one or more times; several names in one text, too.
     """
-    fusions, named_presets, constants = (
+    fusions, chosen, constants = (
         [name for text in given.get(option, ()) for name in re.split(r"[\s,]+", text) if name]
         for option in ("--fusion", "--preset", "--patcher")
     )
     mapped = [mapping(name, text) for name in ("class", "module", "function") for text in given.get(f"--{name}", ())]
+    own = [_named("--patcher", text, text, Patcher) for text in constants]
     fused = [Patcher(fusions=fusions)] if fusions else []
-    return [*fused, *map(preset, named_presets), *map(constant, constants), *mapped]
+    return [*fused, *map(named, chosen), *own, *mapped]
 
 
 def named(name: str) -> Patcher:
     """The patcher of the name of a preset, or of `module:CONSTANT`."""
-    return constant(name) if ":" in name else preset(name)
+    if ":" in name:
+        found: Patcher = _named("--patcher", name, name, Patcher)
+        return found
+    if name not in presets.__all__:
+        close = nearest(name, presets.__all__)
+        hint = f"did you mean {', '.join(close)}?" if close else "`patcher presets` lists them."
+        raise InvalidPatcherError(f"there is no preset {name!r}; {hint}")
+    return getattr(presets, name)  # type: ignore[no-any-return]
 
 
 def without_pins(patcher: Patcher) -> Patcher:
     """The patcher, to be tried on code that has changed."""
     return patcher.replace(fingerprints={}, transformers="")
-
-
-def preset(name: str) -> Patcher:
-    """A preset by its name."""
-    if name not in presets.__all__:
-        close = nearest(name, presets.__all__)
-        hint = f"did you mean {', '.join(close)}?" if close else "`patcher presets` lists them."
-        raise InvalidPatcherError(f"there is no preset {name!r}; {hint}")
-    found: Patcher = getattr(presets, name)
-    return found
-
-
-def constant(text: str) -> Patcher:
-    """A patcher of somebody's own code, `module:CONSTANT`."""
-    found: Patcher = _named("--patcher", text, text, Patcher)
-    return found
 
 
 def mapping(name: str, text: str) -> Patcher:
@@ -103,35 +94,23 @@ def _named(option: str, text: str, reference: str, kind: type) -> Any:
     return home[name]
 
 
-@dataclass(frozen=True)
-class Listing(Shown):
-    """The presets: name, description, the transformers that it was verified on, and why it can't be used here; where
-    none fits a model, the reason."""
+class Answered(NamedTuple):
+    """What a command prints, and what of it is JSON."""
 
-    model: str
-    presets: tuple[Mapping[str, str], ...]
-    reason: str = ""
+    text: str
+    data: dict[str, Any]
 
-    def _headline(self) -> str:
-        if self.model and not self.presets:
-            return f"No preset fits {self.model}"
-        text = numbered(len(self.presets), "preset") + (f" for {self.model}" if self.model else "")
-        return f"{text}, the recommended first" if self.model and len(self.presets) > 1 else text
+    def show(self) -> None:
+        typer.echo(self.text)
 
-    def _parts(self) -> Iterable[Part]:
-        yield Notes("Why", [self.reason] if self.reason else [], "")
-        rows = [
-            (row["name"], row["description"].partition("\n")[0], row["transformers"], row["missing"])
-            for row in self.presets
-        ]
-        yield Table("Presets", ("name", "what it is", "verified on transformers"), [r[:3] for r in rows if not r[3]])
-        yield Table("Can't be used here", ("name", "reason"), [(r[0], r[3]) for r in rows if r[3]])
+    def to_dict(self) -> dict[str, Any]:
+        return self.data
 
 
-def listing(model: str | None, options: Mapping[str, Any]) -> Listing:
-    """All presets, or those that fit a model."""
+def listing(model: str | None, options: Mapping[str, Any]) -> Answered:
+    """All presets, or those that fit a model, the recommended first; where none fits, the reason."""
     fitting = presets.for_model(config_of(model, options)) if model else None
-    rows = []
+    rows: list[dict[str, str]] = []
     for name in presets.__all__ if fitting is None else [each.name for each in fitting]:
         row = {"name": name, "description": presets.describe(name), "transformers": "", "missing": ""}
         try:
@@ -139,42 +118,17 @@ def listing(model: str | None, options: Mapping[str, Any]) -> Listing:
         except InvalidPatcherError as error:  # a package or a device that it needs isn't there
             row["missing"] = str(error)
         rows.append(row)
-    return Listing(model or "", tuple(rows), "" if fitting is None else fitting.reason)
+    reason = "" if fitting is None else fitting.reason
+    head = numbered(len(rows), "preset") + (f" for {model}" if model else "")
+    lines = [f"No preset fits {model}\n{reason}" if reason else head]
+    for row in rows:
+        what = f"can't be used here: {row['missing']}" if row["missing"] else row["description"].partition("\n")[0]
+        lines.append(f"  {row['name']:<34}  {row['transformers']:<12}  {what}")
+    return Answered("\n".join(lines), {"model": model or "", "presets": rows, "reason": reason})
 
 
-@dataclass(frozen=True)
-class Pin(Shown):
-    """The fingerprints of the code that a patcher works on, as it is installed.
-
-    Attributes:
-        name: of the patcher.
-        transformers: the release that is installed.
-        holds: whether the code is what the patcher is pinned to, where it is pinned.
-        classes: class, module, fingerprint ("" where there is none) and pinned, the fingerprints of the patcher.
-    """
-
-    name: str
-    transformers: str
-    holds: bool
-    classes: tuple[Mapping[str, Any], ...]
-
-    def __str__(self) -> str:
-        lines = [f"# {self.name} on transformers {self.transformers}", "fingerprints={"]
-        for row in self.classes:
-            found, pinned = row["fingerprint"], ", ".join(row["pinned"])
-            if not found:
-                lines.append(f"    # {row['class']}: pinned {pinned}, and this transformers has nothing of that name")
-                continue
-            state = "not pinned yet" if not pinned else "as pinned" if found in row["pinned"] else f"pinned {pinned}"
-            lines.append(f'    "{row["class"]}": "{found}",  # {row["module"]}: {state}')
-        return "\n".join([*lines, "}"])
-
-    def show(self, file: Any = None) -> None:
-        print(self, file=file)
-
-
-def pin_of(name: str) -> Pin:
-    """The pin of a preset, or of `module:CONSTANT`, for the transformers that is installed."""
+def pin_of(name: str) -> tuple[Answered, bool]:
+    """The pin of a preset, or of `module:CONSTANT`, for the transformers that is installed; whether it holds."""
     patcher = named(name)
     pinned = patcher.fingerprints
     names = sorted(pinned) or sorted(
@@ -185,16 +139,26 @@ def pin_of(name: str) -> Pin:
         own = fingerprint(getattr(importlib.import_module(module), cls.rpartition(":")[2]))
         row = {"class": cls, "module": module, "fingerprint": own, "pinned": pinned.get(cls, ())}
         found.setdefault((cls, own), row)  # the same code is in the files of several models
-    # Of namesakes those that are as pinned, where any is.
-    right = {cls for cls, own in found if own in pinned.get(cls, ())}
-    rows = [row for (cls, own), row in found.items() if cls not in right or own in pinned[cls]]
-    if not rows:
+    if not found:
         raise InvalidPatcherError(
             f"{name} names nothing of transformers {transformers.__version__} that could be pinned: it has "
             f"{', '.join(names) or 'neither fingerprints nor names of classes'}. Pin the classes that it works on: "
             "`from patcher import fingerprint`, patcher.replace(fingerprints={'LlamaMLP': fingerprint(LlamaMLP)})."
         )
+    # Of namesakes those that are as pinned, where any is.
+    right = {cls for cls, own in found if own in pinned.get(cls, ())}
+    rows = [row for (cls, own), row in found.items() if cls not in right or own in pinned[cls]]
     gone = sorted(pinned.keys() - {row["class"] for row in rows})
     rows += [{"class": cls, "module": "", "fingerprint": "", "pinned": pinned[cls]} for cls in gone]
-    holds = all(not row["pinned"] or row["fingerprint"] in row["pinned"] for row in rows)
-    return Pin(patcher.name or name, transformers.__version__, holds, tuple(rows))
+    lines = [f"# {patcher.name or name} on transformers {transformers.__version__}", "fingerprints={"]
+    for cls, module, own, pins in (row.values() for row in rows):
+        state = f"pinned {', '.join(pins)}" if pins else "not pinned yet"
+        state = "as pinned" if cls in right else state
+        lines.append(
+            f'    "{cls}": "{own}",  # {module}: {state}'
+            if own
+            else f"    # {cls}: {state}, and this transformers has nothing of that name"
+        )
+    holds = all(cls in right for cls in pinned)
+    data = {"name": patcher.name or name, "transformers": transformers.__version__, "holds": holds, "classes": rows}
+    return Answered("\n".join([*lines, "}"]), data), holds

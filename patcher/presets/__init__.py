@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import reprlib
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
@@ -118,19 +119,15 @@ def for_model(config_or_id: str | PretrainedConfig, **options: Any) -> Fitting:
         InvalidPatcherError: it is neither, or there is no such repo or folder.
     """
     config: Any = config_or_id
-    if isinstance(config, str | os.PathLike):
-        try:
-            config = AutoConfig.from_pretrained(config, **options)
-        except (OSError, ValueError) as error:
-            raise InvalidPatcherError(
-                f"{str(config)!r} names no model: write the path of a folder that is there, or a repo that can "
-                f"be reached. ({' '.join(str(error).split())})"
-            ) from error
     if not isinstance(config, PretrainedConfig):
-        raise InvalidPatcherError(
-            f"a model is named by its repo, its folder or its config, found {config!r} ({type(config).__name__}); "
-            "for a model in memory write model.config."
-        )
+        try:
+            config = AutoConfig.from_pretrained(os.fspath(config_or_id), **options)
+        except Exception as error:
+            raise InvalidPatcherError(
+                f"{reprlib.repr(config_or_id)} names no model: write the path of a folder that is there, or a repo "
+                "that can be reached; for a model in memory write model.config. "
+                f"({' '.join(f'{type(error).__name__}: {error}'.split())[:500]})"
+            ) from error
     name = _PARTS.get(config.model_type, config.model_type).upper()
     found = [__getattr__(preset) for preset, (_, model) in _PRESETS.items() if model == name]
     reason = "The preset LIGER replaces nothing in it."

@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 class LigerRMSNorm(nn.Module):
     """Llama's: the product with the weight is in the dtype of both."""
 
-    weight: torch.Tensor
-    variance_epsilon: float
-
-    def forward(self, hidden_states):  # type: ignore[no-untyped-def]
+    def forward(self: Any, hidden_states: Any) -> Any:
         normed = _normed(hidden_states, self.weight, self.variance_epsilon, casting="llama")
         return normed.to(torch.promote_types(self.weight.dtype, hidden_states.dtype))
 
@@ -39,52 +36,35 @@ class LigerRMSNorm(nn.Module):
 class LigerRMSNormInFloat32(nn.Module):
     """OLMo 2's: the product with the weight is in float32."""
 
-    weight: torch.Tensor
-    variance_epsilon: float
-
-    def forward(self, hidden_states):  # type: ignore[no-untyped-def]
+    def forward(self: Any, hidden_states: Any) -> Any:
         return _normed(hidden_states, self.weight, self.variance_epsilon)
 
 
 class LigerRMSNormFromOne(nn.Module):
     """Gemma's: the weight is what is added to one."""
 
-    weight: torch.Tensor
-    eps: float
-
-    def forward(self, x):  # type: ignore[no-untyped-def]
+    def forward(self: Any, x: Any) -> Any:
         return _normed(x, self.weight, self.eps, offset=1.0)
 
 
 class LigerRMSNormWithScale(nn.Module):
     """Gemma 3n's and Gemma 4's: there may be no weight."""
 
-    eps: float
-
-    def forward(self, hidden_states):  # type: ignore[no-untyped-def]
+    def forward(self: Any, hidden_states: Any) -> Any:
         return _normed(hidden_states, getattr(self, "weight", None), self.eps)
 
 
 class LigerGatedMLP(nn.Module):
     """That of most models, with one layer for the gate and one for what it scales."""
 
-    act_fn: nn.Module
-    gate_proj: nn.Linear
-    up_proj: nn.Linear
-    down_proj: nn.Linear
-
-    def forward(self, x):  # type: ignore[no-untyped-def]
+    def forward(self: Any, x: Any) -> Any:
         return self.down_proj(_gated(self.act_fn, self.gate_proj(x), self.up_proj(x)))
 
 
 class LigerGateUpMLP(nn.Module):
     """Phi-3's: both are one layer."""
 
-    activation_fn: nn.Module
-    gate_up_proj: nn.Linear
-    down_proj: nn.Linear
-
-    def forward(self, hidden_states):  # type: ignore[no-untyped-def]
+    def forward(self: Any, hidden_states: Any) -> Any:
         gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
         return self.down_proj(_gated(self.activation_fn, gate, up))
 
@@ -97,13 +77,11 @@ _FUNCTIONS = {
 }
 
 
-def _normed(
-    states: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0, casting: str = "gemma"
-) -> torch.Tensor:
+def _normed(states: Any, weight: Any, eps: float, offset: float = 0.0, casting: str = "gemma") -> Any:
     from liger_kernel import ops  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     # Not in place, as Liger's own layers are by default: a gradient may be that of a residual connection as well.
-    return ops.LigerRMSNormFunction.apply(states, weight, eps, offset, casting, False)  # type: ignore[no-any-return]
+    return ops.LigerRMSNormFunction.apply(states, weight, eps, offset, casting, False)
 
 
 def _gated(activation: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -115,23 +93,19 @@ def _gated(activation: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch
         return activation(gate) * up  # type: ignore[no-any-return]
     product: torch.Tensor = getattr(ops, name).apply(gate, up)
     if product.requires_grad and not torch.compiler.is_compiling():
-        product.register_hook(_Once())  # type: ignore[no-untyped-call]
+        passes: list[None] = []
+        product.register_hook(lambda gradient: _count(passes))  # type: ignore[no-untyped-call]
     return product
 
 
-class _Once:
-    """On a gradient: Liger's backward pass overwrites what the forward has saved, so there is no second one."""
-
-    def __init__(self) -> None:
-        self.is_spent = False
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        if self.is_spent:
-            raise RuntimeError(
-                "Liger's gated activations can be gone back through once, and this is the second backward pass "
-                "(retain_graph=True). Run the forward again for each, or load without the preset LIGER."
-            )
-        self.is_spent = True
+def _count(passes: list[None]) -> None:
+    """Refuse a second backward pass: in the first Liger overwrites what the forward has saved."""
+    if passes:
+        raise RuntimeError(
+            "Liger's gated activations can be gone back through once, and this is the second backward pass "
+            "(retain_graph=True). Run the forward again for each, or load without the preset LIGER."
+        )
+    passes.append(None)
 
 
 _MODELS = "transformers.models."

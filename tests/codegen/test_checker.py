@@ -190,7 +190,7 @@ def test_the_list(project: Path) -> None:
     ("arguments", "message"),
     [
         ([], "Name a config, or use --list, --all or --check."),
-        (["--fix"], "--fix belongs to --check."),
+        (["x.py", "--fix"], "CONFIG goes with -o, -c, --dry-run, --diff, --format, -v only. Leave --fix out."),
         (["nothing_of_this_name"], "nothing_of_this_name: there is no module 'nothing_of_this_name'. Give the name"),
         (["tests.nothing_here"], "tests.nothing_here: there is no module 'tests.nothing_here'. Give the name"),
         (["gone.py"], "there is no such config. Give the path of a file, or the name of a module."),
@@ -309,7 +309,7 @@ TYPED: list[tuple[str, int, str]] = [
     ("--check --fix", 1, "patches code that has changed since the file was made\n"),
     ("{config}", 0, "taken over: what replace_function('f') at "),
     ("--check --fix", 0, "{config}: ok\n"),
-    ("--fix", 2, "--fix belongs to --check."),
+    ("{config} --fix", 2, "Leave --fix out."),
 ]
 
 

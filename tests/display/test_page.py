@@ -12,7 +12,6 @@ from torch import nn
 
 import patcher.display
 from patcher import Patcher, Report
-from patcher.cli.values import Listing
 from patcher.display.shown import Shown
 from patcher.display.tree import Weights, module_tree
 from patcher.inspection.diff import ClassDiff, Diff
@@ -90,7 +89,6 @@ VALUES: dict[str, Shown] = {
         (Measured(Patcher(name=HOSTILE), {ALL: Gain(0.5, 1.0, 0.0, 9, True), HOSTILE: Gain(2.0, 1.0, 0.0, 9, True)}),),
         ((Patcher(name=HOSTILE), HOSTILE),),
     ),
-    "listing": Listing(HOSTILE, ({"name": HOSTILE, "description": HOSTILE, "transformers": HOSTILE, "missing": ""},)),
 }
 
 

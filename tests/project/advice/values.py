@@ -305,17 +305,16 @@ def a_misspelt_name(at: Place) -> Steps:
         assert written(said, r"write (.*)\.$", patcher=patcher)
 
 
-@advice("{} names no model: write the path of a folder that is there, or a repo that can be reached. ({})")
-def presets_of_a_folder_that_is_not_there(at: Place) -> Steps:
+@advice(
+    "{} names no model: write the path of a folder that is there, or a repo that can be reached; ",
+    "for a model in memory write model.config. ({})",
+)
+def presets_of_what_names_no_model(at: Place) -> Steps:
     yield lambda: presets.for_model(str(at.tmp / "absent"))
     assert presets.for_model(at.llama)
-
-
-@advice("a model is named by its repo, its folder or its config, found {}")
-def presets_of_a_model(at: Place) -> Steps:
     model = load(at.llama)
     said = yield lambda: presets.for_model(model)
-    assert presets.for_model(written(said, r"write (.*)\.$", model=model))
+    assert presets.for_model(written(said, r"write (model\S*)\. ", model=model))
 
 
 @advice("Pass overwrite=True to replace it.", error=ValueError)
