@@ -65,16 +65,9 @@ def register_patch_mapping(mapping: Mapping[str, Any], overwrite: bool = False) 
 
     Raises:
         TypeError: a replacement that isn't a subclass of `nn.Module`.
-        ValueError: a key that is registered already, or that isn't a regular expression, or a replacement whose
-            `conversion_mapping` isn't made of weight transforms.
-
-    Nothing is registered then.
+        ValueError: a key that is registered already, or what a `Patcher` refuses. Nothing is registered then.
     """
-    if not isinstance(mapping, Mapping):
-        raise TypeError(f"The mapping must map class names to classes, got {type(mapping).__name__}: {mapping!r}")
     for key, cls in mapping.items():
-        if not isinstance(key, str):
-            raise TypeError(f"A key must be the name of a class or an expression, got {type(key).__name__}: {key!r}")
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             what = cls.__name__ if isinstance(cls, type) else f"an instance of {type(cls).__name__}"
             raise TypeError(f"The replacement for '{key}' must be a subclass of nn.Module, got {what}")

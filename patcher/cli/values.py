@@ -64,7 +64,8 @@ def mapping(name: str, text: str) -> Patcher:
     """One entry of a mapping, `key=module:name`, where the name is of somebody's own code."""
     key, _, where = text.rpartition("=")  # an expression may have one of its own
     reference = where.removeprefix(FORWARD_OF)
-    found = _named(f"--{name}", text, reference if key else "", type if name != "function" else object)
+    kind = object if name == "function" or where != reference else type
+    found = _named(f"--{name}", text, reference if key else "", kind)
     entry: Any = {f"{name}_mapping": {key: found if where == reference else forward_of(found)}}
     return Patcher(**entry)
 
