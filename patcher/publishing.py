@@ -19,8 +19,8 @@ from huggingface_hub import HfApi, ModelCardData, snapshot_download
 from huggingface_hub.repocard import metadata_load
 from transformers import PretrainedConfig, PreTrainedModel
 
+from patcher.checkpoints.headers import is_default
 from patcher.checkpoints.model_classes import config_of, model_class_of
-from patcher.checkpoints.weight_files import is_default
 from patcher.codegen.config import PatchConfig
 from patcher.codegen.generation.generator import Generated, build
 from patcher.compat.models import class_in

@@ -8,10 +8,11 @@ load opens them with, so that what it wouldn't read isn't taken here, and nothin
 from __future__ import annotations
 
 import os
+import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -21,14 +22,43 @@ from huggingface_hub import constants, hf_hub_download, parse_safetensors_file_m
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import safe_open
 
-from patcher.checkpoints.weight_files import whole_names
 from patcher.compat.files import shards_of_index
 from patcher.compat.models import str_to_torch_dtype
 from patcher.errors import InvalidPatcherError
 
+#: The variant as which weights in a runtime layout are written, so that nobody who looks for the default names, and
+#: knows nothing of the layout, finds them.
+VARIANT = "patcher"
+
+_NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_SHARD = re.compile(r"-\d{5}-of-\d{5}(?=\.(?:safetensors|bin)\Z)")
 #: No index is larger: safetensors has the same limit for headers.
 _LARGEST = 100_000_000
 _INDEX = ".safetensors.index.json"
+
+
+def whole_names(variant: str | None = None, use_safetensors: bool | None = None) -> list[str]:
+    """The names under which a whole checkpoint is looked for, a file or the index of several, the first one first.
+
+    >>> whole_names("fp16")[:2]
+    ['model.fp16.safetensors', 'model.safetensors.index.fp16.json']
+    """
+    names = _NAMES if use_safetensors is None else _NAMES[:2] if use_safetensors else _NAMES[2:]
+    return [f".{variant}.".join(name.rsplit(".", 1)) if variant else name for name in names]
+
+
+def is_default(name: str) -> bool:
+    """Whether a file is one that transformers looks for, or a shard of it, where no variant is asked for."""
+    return _SHARD.sub("", name) in _NAMES
+
+
+def is_layout(name: str) -> bool:
+    """Whether a file belongs to weights in a runtime layout.
+
+    >>> is_layout("model.patcher-00001-of-00002.safetensors"), is_layout("model.safetensors")
+    (True, False)
+    """
+    return _SHARD.sub("", name) in whole_names(VARIANT, use_safetensors=True)
 
 
 @dataclass(frozen=True)
@@ -115,19 +145,19 @@ def headers_of_mapping(tensors: Mapping[str, Any]) -> Headers:
     Raises:
         InvalidPatcherError: a value isn't a shape.
     """
-    shapes = {key: getattr(value, "shape", value) for key, value in tensors.items()}
     found: dict[str, torch.Tensor] = {}
     for key, value in tensors.items():
+        shape = () if value is None else getattr(value, "shape", value)
         try:
             if not isinstance(key, str):
                 raise TypeError(f"a key is a name, found {key!r}")
-            found[key] = _on_meta(() if shapes[key] is None else shapes[key], getattr(value, "dtype", torch.float32))
+            found[key] = _on_meta(shape, getattr(value, "dtype", torch.float32))
         except Exception as error:
             raise InvalidPatcherError(
                 f"checkpoint= maps keys to shapes, found {value!r} for {key!r} ({_reason(error)}); "
                 f"write {{{key!r}: (64, 64)}}."
             ) from error
-    return Headers("the given shapes", found, frozenset(key for key, shape in shapes.items() if shape is None))
+    return Headers("the given shapes", found, frozenset(key for key, value in tensors.items() if value is None))
 
 
 def _on_meta(shape: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -148,12 +178,12 @@ def _headers_of_file(path: Path, *, by_name: bool = False) -> Headers:
             raise ValueError(f"it must name files of one kind, in its folder, found {', '.join(list(shards)[:3])}")
         files = {name: path.parent / name for name in shards}
         absent = [name for name, file in files.items() if by_name and not file.exists() and not file.is_symlink()]
-    unknown = {key for name in absent for key in shards[name]}
-    tensors = {key: torch.empty((), device="meta") for key in unknown}
-    there = [file for name, file in files.items() if name not in absent]
+    unknown = frozenset(key for name in absent for key in shards[name])
+    tensors = {key: _on_meta((), torch.float32) for key in unknown}
+    there = [str(file) for name, file in files.items() if name not in absent]
     for file in there:
-        tensors |= _tensors_of_file(file, f"; to plan by names alone pass checkpoint={str(path)!r}")
-    return Headers(str(path), tensors, frozenset(unknown), tuple(map(str, there)))
+        tensors |= _tensors_of_file(Path(file), f"; to plan by names alone pass checkpoint={str(path)!r}")
+    return Headers(str(path), tensors, unknown, tuple(there))
 
 
 def _is_below(name: Any) -> bool:
@@ -188,11 +218,8 @@ def _tensors_of_file(path: Path, hint: str = "") -> dict[str, torch.Tensor]:
     with _reading(path):
         if path.suffix == ".safetensors":
             with safe_open(path, framework="np") as file:  # as "pt", but it maps a file larger than the memory too
-                slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-                return {
-                    key: _on_meta(part.get_shape(), str_to_torch_dtype[part.get_dtype()])
-                    for key, part in slices.items()
-                }
+                parts = ((key, file.get_slice(key)) for key in file.keys())  # noqa: SIM118
+                return {key: _on_meta(part.get_shape(), str_to_torch_dtype[part.get_dtype()]) for key, part in parts}
         if zipped := zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 if any(item.compress_type for item in archive.infolist()):
@@ -218,14 +245,14 @@ def _headers_of_repo(repo: str, subfolder: str, names: list[str], hub: Mapping[s
         found = parse_safetensors_file_metadata(repo, Path(subfolder, name).as_posix(), **options)
         return {key: _on_meta(info.shape, str_to_torch_dtype[info.dtype]) for key, info in found.tensors.items()}
 
+    whole, index, *_ = names
     try:
-        try:
-            return Headers(f"{repo} ({names[0]})", tensors_of(names[0]))
-        except EntryNotFoundError:
-            index = hf_hub_download(repo, names[1], subfolder=subfolder, cache_dir=hub.get("cache_dir"), **options)
-            with ThreadPoolExecutor(8) as pool:
-                parts = pool.map(tensors_of, shards_of_index(Path(index)))
-            return Headers(f"{repo} ({names[1]})", {key: value for part in parts for key, value in part.items()})
+        with suppress(EntryNotFoundError):
+            return Headers(f"{repo} ({whole})", tensors_of(whole))
+        file = hf_hub_download(repo, index, subfolder=subfolder, cache_dir=hub.get("cache_dir"), **options)
+        with ThreadPoolExecutor(8) as pool:
+            parts = pool.map(tensors_of, shards_of_index(Path(file)))
+        return Headers(f"{repo} ({index})", {key: value for part in parts for key, value in part.items()})
     except Exception as error:
         raise InvalidPatcherError(
             f"the headers of safetensors files of {repo} can't be read on the hub: {_reason(error)}. Download the "

@@ -9,9 +9,8 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from patcher.checkpoints.headers import Headers, headers_of, headers_of_mapping
+from patcher.checkpoints.headers import VARIANT, Headers, headers_of, headers_of_mapping
 from patcher.checkpoints.model_classes import PLACES, config_of, model_class_of
-from patcher.checkpoints.weight_files import VARIANT
 from patcher.compat.conversions import stock_revert, with_model_prefix
 from patcher.compat.models import named_modules, state_tensors
 from patcher.construction.class_rules import ClassRules

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -14,7 +14,7 @@ from patcher.errors import InvalidPatcherError
 from patcher.loading.integration import Integration, register
 from patcher.loading.load import Constructed
 from patcher.loading.stock_view import carriers_in, check_no_part_is_named, parts_of
-from patcher.patterns import compress
+from patcher.patterns import compress, inside
 
 
 @seam("accelerate.utils.modeling:load_checkpoint_in_model", "model", "checkpoint", "device_map", follow=True)
@@ -52,16 +52,8 @@ def check_device_map(load: Constructed) -> None:
         return
     known = {path for path, _ in named_modules(load.model)} | {*state_tensors(load.model)}
     if unknown := given.keys() - known - {name for name, _ in load.model.named_buffers()}:
-        parts = parts_of(load)
-        named = {name for name in parts if unknown.intersection(_places(name))}
-        check_no_part_is_named("device_map", named, parts)
-
-
-def _places(name: str) -> Iterator[str]:
-    """A name, and the modules that it is in."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
+        parts, places = parts_of(load), tuple(map(inside, unknown))
+        check_no_part_is_named("device_map", {name for name in parts if f"{name}.".startswith(places)}, parts)
 
 
 register(Integration("accelerate", seams_in(__name__), on_constructed=check_device_map))

@@ -79,6 +79,10 @@ def _prepare(tuner: Any, config: Any, model: Any, state_dict: Any) -> None:
     unfuse(model, named.in_fused, ADAPTED)
 
 
+#: what of a config names modules and parameters, beside its targets
+_SAYS = ("target_parameters", "modules_to_save", "rank_pattern", "alpha_pattern")
+
+
 class _Named:
     """What the config of an adapter names of the stock model, as PEFT itself compares names."""
 
@@ -95,12 +99,10 @@ class _Named:
         if hasattr(config, "target_modules") and not self.all_linear:
             with suppress(ValueError):  # PEFT knows no targets for the architecture, and says so itself
                 self.config = tuner._prepare_adapter_config(config, tuner.get_model_config(model))
-        self.parameters = tuple(getattr(config, "target_parameters", None) or ())
-        self.saved = [name for name in getattr(config, "modules_to_save", None) or () if isinstance(name, str)]
-        self.patterns = [
-            *(getattr(config, "rank_pattern", None) or ()),
-            *(getattr(config, "alpha_pattern", None) or ()),
-        ]
+        given = {name: getattr(config, name, None) or () for name in _SAYS}
+        self.parameters = tuple(given["target_parameters"])
+        self.saved = [name for name in given["modules_to_save"] if isinstance(name, str)]
+        self.patterns = [*given["rank_pattern"], *given["alpha_pattern"]]
         self.in_state_dict: set[str] | None = None
         if state_dict is not None:
             prefix = PEFT_TYPE_TO_PREFIX_MAPPING[config.peft_type]
@@ -108,7 +110,9 @@ class _Named:
 
     def in_fused(self, path: str, carried: ModuleLayouts) -> bool:
         """Whether something of a fused module is named."""
-        return self._is_named(path, carried.stock, _layers(path, carried.fused), _is_layer(carried))
+        # It may itself be a layer in stock, which PEFT knows.
+        is_layer = issubclass(carried.original or nn.Module, nn.Linear | Conv1D | nn.Conv2d | nn.Conv3d)
+        return self._is_named(path, carried.stock, _layers(path, carried.fused), is_layer)
 
     def check_converted(self) -> None:
         """Refuse what a class mapping has converted: which of its rows are those of a stock layer isn't known.
@@ -157,11 +161,6 @@ class _Named:
 def _layers(path: str, parameters: Iterable[str]) -> set[str]:
     """The layers of parameters of a module, but for the module itself."""
     return {f"{inside(path)}{owner}" for name in parameters if (owner := name.rpartition(".")[0])}
-
-
-def _is_layer(carried: ModuleLayouts) -> bool:
-    """Whether a fused module is itself a layer in stock, which PEFT knows."""
-    return issubclass(carried.original or nn.Module, nn.Linear | Conv1D | nn.Conv2d | nn.Conv3d)
 
 
 def _names_experts(config: Any, model: nn.Module) -> bool:
@@ -239,20 +238,19 @@ def adapted(model: nn.Module, merged: bool, around: nn.Module) -> Adapted:
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     found: dict[str, tuple[nn.Module, Callable[[], nn.Module] | None]] = {}
-    for _, module in named_modules(around):
-        config = module.active_peft_config if isinstance(module, PeftModel) else None
-        kind = getattr(getattr(config, "peft_type", ""), "value", "")
-        is_prompt = config is not None and config.is_prompt_learning
-        if merged and (is_prompt or kind == "XLORA"):  # that weighs its adapters anew for each token
-            raise _unmerged(f"{type(module).__name__} ({kind})", "it changes what the weights are given, not them")
-        if is_prompt:
-            found[type(module).__name__] = model, None
+    for peft_model in (each for _, each in named_modules(around) if isinstance(each, PeftModel)):
+        config = peft_model.active_peft_config
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if merged and (config.is_prompt_learning or kind == "XLORA"):  # that weighs its adapters anew for each token
+            raise _unmerged(f"{type(peft_model).__name__} ({kind})", "it changes what the weights are given, not them")
+        if config.is_prompt_learning:
+            found[type(peft_model).__name__] = model, None
     for path, module in named_modules(model):
         is_around = isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
-        is_of_peft = type(module).__module__.startswith("peft.")
-        if not (is_around or is_of_peft) or path.startswith(tuple(map(inside, found))):
+        is_strange = not is_around and type(module).__module__.startswith("peft.")
+        if not (is_around or is_strange) or path.startswith(tuple(map(inside, found))):
             continue
-        if not is_around:
+        if is_strange:
             raise InvalidPatcherError(
                 f"{path} is a {type(module).__name__} of PEFT, around a module of the model that it doesn't tell. "
                 "Stream the base model, loaded without this adapter, and give the engine the adapter."
@@ -281,15 +279,14 @@ def _merged(layer: Any, path: str) -> nn.Module:
     Raises:
         InvalidPatcherError: nothing, as it can't be merged.
     """
-    part = copy.deepcopy(layer)
+    part: Any = copy.deepcopy(layer)
     while hasattr(part, "base_layer"):  # of adapters for parameters there may be several around one module
         try:
             part.merge()
         except Exception as error:
             raise _unmerged(path, f"PEFT says {type(error).__name__}: {str(error)[:300]}") from error
         part = part.base_layer
-    result: nn.Module = part
-    return result
+    return part  # type: ignore[no-any-return]
 
 
 def _unmerged(where: str, reason: str) -> InvalidPatcherError:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from patcher.compat.models import ModelView, named_modules, named_parameters, state_tensors, ties
+from patcher.compat.models import ModelView, named_parameters, state_tensors, ties
 from patcher.compat.seams import Stock, seam, seams_in
 from patcher.errors import PatchedWeightsError
 from patcher.loading.integration import Integration, register
@@ -69,7 +70,7 @@ def save_optimizer(stock: Stock, self: Any, output_dir: Any, *args: Any, **kwarg
     result = stock(self, output_dir, *args, **kwargs)
     if self.args.should_save:
         file = Path(output_dir, PARAMETERS_FILE)
-        if _is_patched(self.model):
+        if carriers_in(self.model) or any(record_of(part) is not None for part in self.model.modules()):
             file.write_text(json.dumps({"parameters": _trained(self.model)}, indent=2), encoding="utf-8")
         else:
             file.unlink(missing_ok=True)  # of another run
@@ -101,15 +102,12 @@ def _check_parameters(model: nn.Module, checkpoint: Path) -> None:
         there = _as_in_transformers(model, here)
     if list(there.items()) == list(here.items()):
         return
-    both = ((there, here), (here, there))
-    differing = [[name for name, how in one.items() if other.get(name) != how] for one, other in both]
-    if not any(differing):
-        differing = [[name for name, at in zip(one, other, strict=True) if name != at] for one, other in both]
-    lists = [", ".join(found[:4] + ["..."] * (len(found) > 4)) for found in map(compress, differing)]
-    made = next((f" ({here[name]})" for name in differing[1] if here.get(name)), "")
+    pairs = enumerate(zip_longest(there.items(), here.items(), fillvalue=("nothing", "")), start=1)
+    number, differing = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
+    was, now = (f"{name} ({made})" if made else name for name, made in differing)
     raise PatchedWeightsError(
-        f"The state of the optimizer in {checkpoint} is stored by position, and belongs to other parameters.\n"
-        f"  there: {lists[0]}\n  here: {lists[1]}{made}\n"
+        f"The state of the optimizer in {checkpoint} is stored by position, and belongs to other parameters: number "
+        f"{number} is {was} there, and {now} here.\n"
         "Load the model with the patcher of that run, without one if it had none. Or begin with a new "
         f'optimizer: load the weights with from_pretrained("{checkpoint}", patcher=...), and call train() without '
         "resume_from_checkpoint=."
@@ -127,10 +125,6 @@ def _as_in_transformers(model: nn.Module, here: Mapping[str, str]) -> dict[str, 
         for name, _ in named_parameters(skeleton(record.model_class, part.config))
     ]
     return dict.fromkeys((name for name in names if name in as_they_are.keys() | there), "") | as_they_are
-
-
-def _is_patched(model: nn.Module) -> bool:
-    return any(record_of(part) is not None for _, part in named_modules(model)) or bool(carriers_in(model))
 
 
 def _trained(model: nn.Module) -> dict[str, str]:

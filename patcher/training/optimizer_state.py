@@ -7,7 +7,6 @@ where they are the same, but for tensors of the shapes of the parameters, which 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -31,19 +30,8 @@ from patcher.patterns import compress, inside
 from patcher.resolution.resolution import skeleton
 
 #: Each value is moved by its own gradient and state, and by numbers that are the same for the whole parameter.
-ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
-    optim.Adadelta,
-    optim.Adagrad,
-    optim.Adam,
-    optim.Adamax,
-    optim.AdamW,
-    optim.ASGD,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.Rprop,
-    optim.SGD,
-)
+_NAMES = "Adadelta Adagrad Adam Adamax AdamW ASGD NAdam RAdam RMSprop Rprop SGD".split()
+ELEMENTWISE: tuple[type[optim.Optimizer], ...] = tuple(getattr(optim, name) for name in _NAMES)
 #: What `torch.compile` and wrappers call the module that they are around, as `torch.distributed.checkpoint` knows it.
 _AROUND = ("_orig_mod", "_checkpoint_wrapped_module")
 #: Where fusions stay as they are.
@@ -240,7 +228,7 @@ class _Run:
             moves = type(layout) in (Rows, Cut, Flatten, Matrices)
             if not (moves or (isinstance(layout, Converted) and only_moves(layout.transform))):
                 reason = f"{layout} isn't known to only move values"
-            elif not _is_elementwise(type(optimizer)):
+            elif type(optimizer) not in ELEMENTWISE:  # a subclass may step otherwise
                 reason = f"{type(optimizer).__name__} isn't known to treat each value by itself, as AdamW and SGD do"
             else:
                 continue
@@ -249,10 +237,7 @@ class _Run:
             )
 
     def in_transformers(self, found: Iterable[str]) -> list[str]:
-        """The names of the parameters of transformers, in order.
-
-        Args:
-            found: those of the optimizer, which are to be among them.
+        """The names of the parameters of transformers, in order; those of the optimizer are to be among them.
 
         Raises:
             InvalidPatcherError: no conversion tells which of them some are.
@@ -264,14 +249,13 @@ class _Run:
             prefix = inside(_bare(path))
             stock = [f"{prefix}{name}" for name, _ in named_parameters(skeleton(record.model_class, part.config))]
             result += stock
-            strange = known.intersection(found) - {*stock, *(f"{prefix}{name}" for name in record.new_weights)}
+            own = known.intersection(found) - {*stock, *(f"{prefix}{name}" for name in record.new_weights)}
             for owner in (f"{prefix}{inside(item.path)}" for item in record.modules):
-                names, absent = (
-                    sorted(name for name in each if name.startswith(owner)) for each in (strange, {*stock} - known)
-                )
-                if names and absent:
+                strange = sorted(name for name in own if name.startswith(owner))
+                absent = sorted(name for name in {*stock} - known if name.startswith(owner))
+                if strange and absent:
                     raise InvalidPatcherError(
-                        f"{_listed(names)} of the model correspond to {_listed(absent)} of transformers, and no "
+                        f"{_listed(strange)} of the model correspond to {_listed(absent)} of transformers, and no "
                         f"conversion of the patcher tells how. {_SAME}."
                     )
         return result
@@ -280,15 +264,6 @@ class _Run:
 def _bare(name: str) -> str:
     """The name of a parameter or module without those of wrappers, as `torch.distributed.checkpoint` has it."""
     return ".".join(segment for segment in name.split(".") if segment not in _AROUND)
-
-
-def _is_elementwise(cls: type[optim.Optimizer]) -> bool:
-    """Whether the state of a part is the part of a state: also of a class that has changed nothing but its name."""
-    known = next((base for base in cls.__mro__ if base in ELEMENTWISE), None)
-    return known is not None and all(
-        name == "__init__" or inspect.unwrap(getattr(cls, name)) is inspect.unwrap(method)  # torch wraps `step`
-        for name, method in inspect.getmembers(known, inspect.isfunction)
-    )
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -314,31 +289,26 @@ def _converted(
     }
     for layout in layouts:
         sources, targets = (layout.fused, layout.stock) if is_fused else (layout.stock, layout.fused)
-        convert = layout.separate if is_fused else layout.fuse
-        first, *others = sources
+        convert, shapes = (layout.separate, layout.fused_shapes()) if is_fused else (layout.fuse, layout.stock_shapes)
         made = f"{_listed(targets)} {'is' if len(targets) == 1 else 'are'} made of"
         if absent := [name for name in sources if name not in result]:
-            there = [name for name in sources if name in result]
             raise PatchedWeightsError(
-                f"{made} {_listed(sources)}, and of these {where} has {_listed(there)}, not {_listed(absent)}. "
-                f"{_ADVICE}."
+                f"{made} {_listed(sources)}, and of these {where} lacks {_listed(absent)}. {_ADVICE}."
             )
-        parts = [result.pop(name) for name in sources]
-        for name, part in zip(others, parts[1:], strict=True):
-            if difference := _difference(*({**each.options, **each.state} for each in (parts[0], part))):
+        first, *others = parts = [result.pop(name) for name in sources]
+        for name, part in zip(sources[1:], others, strict=True):
+            if difference := _difference(*({**each.options, **each.state} for each in (first, part))):
                 raise PatchedWeightsError(
-                    f"{made} {first} and {name}, and in {where} these differ: {difference}. {_ADVICE}."
+                    f"{made} {sources[0]} and {name}, and in {where} these differ: {difference}. {_ADVICE}."
                 )
         states: list[dict[str, Any]] = [{} for _ in targets]
-        for key, value in parts[0].state.items():
-            values = [part.state[key] for part in parts]
+        for key, value in first.state.items():
             if isinstance(value, torch.Tensor) and value.dim():
-                shapes = [tuple(each.shape) for each in values]
-                wanted = [*map(tuple, layout.fused_shapes() if is_fused else layout.stock_shapes)]
-                if shapes != wanted:
-                    found, expected = (" and ".join(map(str, each)) for each in (shapes, wanted))
+                values = [part.state[key] for part in parts]
+                if (found := [tuple(each.shape) for each in values]) != [*map(tuple, shapes)]:
+                    there, expected = (" and ".join(map(str, each)) for each in (found, map(tuple, shapes)))
                     raise PatchedWeightsError(
-                        f"{key} of {_listed(sources)} is {found} in {where}, and the shape of what it is for is "
+                        f"{key} of {_listed(sources)} is {there} in {where}, and the shape of what it is for is "
                         f"{expected}."
                     )
                 values = [by_itself(each.contiguous()) for each in convert(values)]
@@ -346,14 +316,13 @@ def _converted(
                 values = [copy.deepcopy(value) for _ in targets]  # a step is counted in place
             for state, each in zip(states, values, strict=True):
                 state[key] = each
-        result |= {name: Record(parts[0].options, state) for name, state in zip(targets, states, strict=True)}
+        result |= {name: Record(first.options, state) for name, state in zip(targets, states, strict=True)}
     return result
 
 
 def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """What differs in the options or the numbers of two parameters, "" if nothing does."""
-    said = [{key: _said(value) for key, value in each.items()} for each in (one, other)]
-    pairs = {key: [each.get(key, "missing") for each in said] for key in {**one, **other}}
+    pairs = {key: [_said(each.get(key, "missing")) for each in (one, other)] for key in {**one, **other}}
     return "; ".join(f"{key} is {first} and {second}" for key, (first, second) in pairs.items() if first != second)
 
 

@@ -309,12 +309,10 @@ ORDERED = Patcher({"LlamaMLP": UpBeforeGate})
     [
         pytest.param(None, FUSED, "q_proj.weight", "qkv_proj.weight", id="switched on"),
         pytest.param(FUSED, None, "qkv_proj.weight", "q_proj.weight", id="switched off"),
-        pytest.param(*BY_LAYER, "layers.1.self_attn.q_proj", "layers.0.self_attn.q_proj", id="in another layer"),
-        pytest.param(JOINED, SWAPPED, "gate_up_proj.weight", "mlp.up_proj.weight, mlp.gate", id="joined otherwise"),
-        pytest.param(None, ORDERED, r"gate_proj.weight, \S*up_proj", r"up_proj.weight, \S*gate_proj", id="order"),
-        pytest.param(
-            ORDERED, None, r"up_proj.weight, \S*gate_proj", r"gate_proj.weight, \S*up_proj", id="order, back"
-        ),
+        pytest.param(*BY_LAYER, "self_attn.qkv_proj", "layers.0.self_attn.q_proj", id="in another layer"),
+        pytest.param(JOINED, SWAPPED, "gate_up_proj.weight", r"\S+ \(\S*up_proj.weight, \S*gate", id="otherwise"),
+        pytest.param(None, ORDERED, "gate_proj.weight", "up_proj.weight", id="order"),
+        pytest.param(ORDERED, None, "up_proj.weight", "gate_proj.weight", id="order, back"),
     ],
 )
 def test_the_optimizer_of_other_parameters_is_refused(
@@ -326,7 +324,7 @@ def test_the_optimizer_of_other_parameters_is_refused(
         return AutoModelForCausalLM.from_pretrained(checkpoints["Llama"], patcher=patcher)
 
     trained(load(before), tmp_path)
-    with pytest.raises(PatchedWeightsError, match=rf"(?s)other parameters\.\n  there: .*{there}.*\n  here: .*{here}"):
+    with pytest.raises(PatchedWeightsError, match=rf"other parameters: number \d+ is \S*{there}.*, and \S*{here}"):
         trained(load(after), tmp_path / "resumed", tmp_path / MIDDLE)
 
 

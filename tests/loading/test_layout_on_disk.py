@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from patcher import InvalidPatcherError, PatchedWeightsError, Patcher, plan, report
-from patcher.checkpoints.weight_files import is_default, is_layout
+from patcher.checkpoints.headers import is_default, is_layout
 from patcher.fusions import QKV, Decision
 from tests.support import shared
 from tests.support.checkpoints import same_checkpoint

@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from patcher.checkpoints.weight_files import VARIANT
+from patcher.checkpoints.headers import VARIANT
 from patcher.compat.models import as_stock, unreported
 from patcher.compat.seams import Stock, seam
 from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, InForce, construction_around, unpatched

@@ -17,7 +17,7 @@ from typing import Any
 from torch import distributed
 from transformers import PreTrainedModel
 
-from patcher.checkpoints.weight_files import VARIANT
+from patcher.checkpoints.headers import VARIANT
 from patcher.compat.models import has_adapters, named_as, stock_class
 from patcher.compat.seams import Stock, not_called, seam
 from patcher.errors import InvalidPatcherError
