@@ -104,7 +104,6 @@ CASES = {
     "tied": Case("tied", BOTH, TENSORS, 4),
     "norms of heads": Case("norms of heads", BOTH, TENSORS, 4),
     "outputs that are gathered": Case("gathered", BOTH, TENSORS, 2),
-    "parts of a packed layer": Case("packed", Patcher(fusions="split"), TENSORS),
     "some layers": Case("llama", Patcher(fusions=[QKV("model.layers.1.self_attn"), "gate_up"]), TENSORS, 3),
     "auto": Case("llama", BOTH, {"tp_plan": "auto"}, 4),
     "a plan by the names of the fused": Case(
@@ -303,6 +302,12 @@ REFUSED: dict[str, tuple[Any, Patcher, dict[str, Any], str]] = {
         Patcher(fusions=[OfHeadsUnknown()]),
         TENSORS,
         "belong together, as those of a head do, is not known",
+    ),
+    "parts of a packed layer": (
+        CONFIGS["packed"],
+        Patcher(fusions="split"),
+        TENSORS,
+        r"layers\.0\.\S*_proj: how .* is to be shared is not known. Leave these modules out of the fusion",
     ),
     "another layer of the name": (
         tiny_minimax_config(),

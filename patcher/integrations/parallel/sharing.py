@@ -39,7 +39,7 @@ from patcher.integrations.parallel.plans import (
 )
 from patcher.layouts.carried import ModuleLayouts, fused_modules
 from patcher.layouts.either_layout import carry
-from patcher.layouts.layouts import Cut, Layout, Rows, lies_in_blocks
+from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
 from patcher.loading.load import Selected
 from patcher.loading.stock_view import check_no_part_is_named, from_scratch, layer_name, parts_of
 from patcher.patterns import inside
@@ -134,17 +134,12 @@ def _share(plan: Plan, path: str, module: nn.Module, carried: ModuleLayouts) -> 
         return carried
     layouts: list[Layout] = []
     for layout in carried.layouts:
+        owners = [f"{inside(path)}{name}".rpartition(".")[0] for name in layout.stock]
         if type(layout) is Rows:
-            layouts.append(_shared_rows(plan, path, module, carried, layout))
-        elif type(layout) is Cut:
-            layouts.append(_shared_parts(plan, path, layout))
-        elif named := [name for name in layout.stock if plan.of(f"{inside(path)}{name.rpartition('.')[0]}")]:
-            raise cannot(
-                [f"{inside(path)}{named[0]}"],
-                f"how {layout} is to be shared is not known",
-            )
-        else:
-            layouts.append(layout)
+            layout = _shared_rows(plan, path, module, carried, layout)
+        elif named := [owner for owner in owners if plan.of(owner)]:
+            raise cannot(named, f"how {layout} is to be shared is not known")
+        layouts.append(layout)
     return replace(carried, layouts=tuple(layouts))
 
 
@@ -182,19 +177,6 @@ def _shared_rows(plan: Plan, path: str, module: nn.Module, carried: ModuleLayout
                 "Take a tp_size that divides them, or leave the fusion out.",
             )
     return replace(layout, blocks=plan.processes)
-
-
-def _shared_parts(plan: Plan, path: str, layout: Cut) -> Cut:
-    """Share each part of a packed layer as the plan has that one, where its outputs are gathered."""
-    style = plan.of(path)
-    if style is None:
-        return layout
-    if style not in GATHERED:
-        raise cannot([path], f"the plan has {style!r} for it, which is not known to hold for its parts")
-    for name in layout.fused:
-        plan.add(f"{inside(path)}{name.rpartition('.')[0]}", style)
-    plan.not_followed.add(in_plan(path))
-    return layout
 
 
 def _share_experts(plan: Plan, path: str, carried: ModuleLayouts) -> None:
