@@ -51,8 +51,6 @@ def construct(
 def inject(stock: Stock, self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
     """Any adapter, also one that is added later."""
     config = self.peft_config[adapter_name]
-    if not isinstance(model, nn.Module):
-        return stock(self, model, adapter_name, *args, **kwargs)
     _prepare(self, config, model, kwargs.get("state_dict", args[2] if len(args) > 2 else None))
     if _names_experts(config, model):
         _name_experts(config, model)
@@ -72,15 +70,10 @@ def _prepare(tuner: Any, config: Any, model: Any, state_dict: Any) -> None:
     Raises:
         InvalidPatcherError: these weights can't be taken apart; nothing has been changed.
     """
-    if not isinstance(model, nn.Module) or not carriers(model):
-        return
-    named = _Named(tuner, config, model, state_dict)
-    named.check_converted()
-    unfuse(model, named.in_fused, ADAPTED)
-
-
-#: what of a config names modules and parameters, beside its targets
-_SAYS = ("target_parameters", "modules_to_save", "rank_pattern", "alpha_pattern")
+    if carriers(model):
+        named = _Named(tuner, config, model, state_dict)
+        named.check_converted()
+        unfuse(model, named.in_fused, ADAPTED)
 
 
 class _Named:
@@ -99,10 +92,10 @@ class _Named:
         if hasattr(config, "target_modules") and not self.all_linear:
             with suppress(ValueError):  # PEFT knows no targets for the architecture, and says so itself
                 self.config = tuner._prepare_adapter_config(config, tuner.get_model_config(model))
-        given = {name: getattr(config, name, None) or () for name in _SAYS}
-        self.parameters = tuple(given["target_parameters"])
-        self.saved = [name for name in given["modules_to_save"] if isinstance(name, str)]
-        self.patterns = [*given["rank_pattern"], *given["alpha_pattern"]]
+        given = vars(config)
+        self.parameters = tuple(given.get("target_parameters") or ())
+        self.saved = [name for name in given.get("modules_to_save") or () if isinstance(name, str)]
+        self.patterns = [*(given.get("rank_pattern") or ()), *(given.get("alpha_pattern") or ())]
         self.in_state_dict: set[str] | None = None
         if state_dict is not None:
             prefix = PEFT_TYPE_TO_PREFIX_MAPPING[config.peft_type]

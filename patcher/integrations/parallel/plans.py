@@ -81,10 +81,7 @@ class Plan:
         paths.add(path)
 
     def result(self, modules: Mapping[str, set[str]]) -> dict[str, str]:
-        """The plan for the patched model.
-
-        Args:
-            modules: the modules that it has, by what plans call them.
+        """The plan for the patched model, which has these modules by what plans call them.
 
         Raises:
             InvalidPatcherError: a rule for a layer of it holds for another one, which transformers doesn't share.
@@ -105,11 +102,6 @@ class Plan:
 
 
 def cannot(paths: Iterable[str], reason: str, instead: str = "") -> InvalidPatcherError:
-    """The error for modules that can't be shared.
-
-    Args:
-        instead: what can be done.
-    """
-    listed = ", ".join(compress(list(paths)))
+    """The error for modules that can't be shared, with what can be done instead."""
     instead = instead or "Leave these modules out of the fusion: its modules=... say which it takes."
-    return InvalidPatcherError(f"Tensor parallelism of {listed}: {reason}. {instead}")
+    return InvalidPatcherError(f"Tensor parallelism of {', '.join(compress(list(paths)))}: {reason}. {instead}")

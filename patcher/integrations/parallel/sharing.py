@@ -75,19 +75,18 @@ def follow_plan(load: Selected, quantizer: Any) -> None:
     _check_names(load, config, modules)
     plan = Plan(tensor_plan(load.model, config), count.tensors)
     of_experts = {**(getattr(load.model, "ep_plan", None) or {}), **(getattr(config, "ep_plan", None) or {})}
-    experts = Plan(of_experts, count.experts) if count.experts > 1 else None
+    experts = Plan(of_experts if count.experts > 1 else {}, count.experts)
     # Before 5.19 experts were distributed to processes by a plan that takes the place of that of tensor parallelism.
     are_distributed = bool(getattr(config, "enable_expert_parallel", False)) and not hasattr(config, "ep_size")
     changes = []
     for path, module, carried in fused_modules(load.model):
-        if isinstance(module, ListedExperts) and (are_distributed or (experts is not None and experts.below(path))):
+        if isinstance(module, ListedExperts) and (are_distributed or experts.below(path)):
             raise cannot([path], "ep_size deals stacks of experts to processes, and these are layers", LEAVE_EXPERTS)
         changes.append((module, _share(plan, path, module, carried)))
     for path in _converted(load):
         _replicate(plan, path)
-        if experts is not None:
-            experts.drop_below(path)
-    rules, rules_of_experts = plan.result(modules), experts.result(modules) if experts is not None else None
+        experts.drop_below(path)
+    rules, rules_of_experts = plan.result(modules), experts.result(modules) if count.experts > 1 else None
     _check_followed(config, rules)
     for module, carried in changes:  # now that all of the plan is known to be possible
         carry(module, carried)
@@ -99,11 +98,7 @@ def follow_plan(load: Selected, quantizer: Any) -> None:
 
 
 def _check_names(load: Selected, config: Any, modules: Collection[str]) -> None:
-    """Refuse plans that name parts of joined layers, and nothing that the model has.
-
-    Args:
-        modules: what plans call the modules of the model.
-    """
+    """Refuse plans that name parts of joined layers, and none of what plans call the modules of the model."""
     parts = parts_of(load)
     for what in ("tp_plan", "ep_plan"):
         given = getattr(config, what, None)
