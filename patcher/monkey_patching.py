@@ -32,19 +32,11 @@ from patcher.loading.applying import applied
 from patcher.patterns import find_key, nearest
 from patcher.spec.patcher import Patcher
 
-__all__ = [
-    "apply_monkey_patches",
-    "apply_patches",
-    "clear_monkey_patch_mapping",
-    "clear_patch_mapping",
-    "get_monkey_patch_mapping",
-    "get_patch_mapping",
-    "patch_output_recorders",
-    "register_monkey_patch_mapping",
-    "register_patch_mapping",
-    "unregister_monkey_patch_mapping",
-    "unregister_patch_mapping",
-]
+__all__ = """
+    apply_monkey_patches apply_patches clear_monkey_patch_mapping clear_patch_mapping get_monkey_patch_mapping
+    get_patch_mapping patch_output_recorders register_monkey_patch_mapping register_patch_mapping
+    unregister_monkey_patch_mapping unregister_patch_mapping
+""".split()
 
 _writing = threading.Lock()
 install()

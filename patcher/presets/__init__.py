@@ -21,10 +21,10 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from patcher import InvalidPatcherError, Patcher, errors
-from patcher.presets.table import FAMILIES
+from patcher.presets.table import ABOUT, FAMILIES
 
 #: preset -> its family, and the model; LIGER is for whatever model has what it replaces
-_PRESETS = {f"{model}_{family.ending}": (family, model) for family in FAMILIES for model in family.models}
+_PRESETS = {f"{model}_{family.ending}": (family, model) for family in FAMILIES for model in family.pins}
 #: models that are a part of another
 _PARTS = {"clip_vision_model": "clip", "gemma3_text": "gemma3", "siglip_vision_model": "siglip"}
 
@@ -54,7 +54,7 @@ def __getattr__(name: str) -> Patcher:
         given = _kernels().arguments()
     else:
         family, model = _PRESETS[name]
-        pins = {cls: found.split() for cls, found in family.models[model][0].items()}
+        pins = {cls: found.split() for cls, found in family.pins[model].items()}
         given = {"fusions": family.fusions, "fingerprints": pins}
     return Preset(**given, name=name, transformers=">=5.17,<5.25")
 
@@ -82,7 +82,7 @@ def describe(name: str) -> str:
         texts = [inspect.cleandoc(_kernels().__doc__)]
     else:
         family, model = _PRESETS[name]
-        texts = [family.does, family.models[model][1], family.about]
+        texts = [family.does, *([ABOUT[model]] if model in ABOUT else []), family.about]
     return "\n\n".join([*texts, f"`patcher bench MODEL --preset {name}` measures it on your machine."])
 
 
@@ -138,7 +138,7 @@ def for_model(config_or_id: str | PretrainedConfig, **options: Any) -> Fitting:
         reason = str(error)
     fitting = Fitting(found)
     if not found:
-        known = sorted({model.lower() for family in FAMILIES for model in family.models})
+        known = sorted({model.lower() for family in FAMILIES for model in family.pins})
         fitting.reason = (
             f"No preset was verified on models of the type {config.model_type!r}; there are presets for "
             f"{', '.join(known)}. Fusions need no preset: patcher.plan(model, Patcher(fusions=['qkv'])), or the "

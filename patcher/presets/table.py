@@ -13,18 +13,17 @@ class Family(NamedTuple):
         fusions: what they apply.
         does: what that makes of a model.
         about: why and for whom that is, and how exact.
-        models: model -> the classes that its preset is pinned to, each with the fingerprints of its code on all
-            supported releases of transformers; and what else there is to say, what was measured of it included.
+        pins: model -> the classes that its preset is pinned to, each with the fingerprints of its code on all
+            supported releases of transformers.
     """
 
     ending: str
     fusions: tuple[str, ...]
     does: str
     about: str
-    models: dict[str, tuple[dict[str, str], str]]
+    pins: dict[str, dict[str, str]]
 
 
-_WHERE = "with one thread of an AMD EPYC that other programs used as well, in float32, torch 2.13.0"
 _PROJECTIONS = """\
 One large product has less overhead than two or three small ones, and it is one layer to quantize, shard or calibrate:
 for whoever decodes on one device, or quantizes and calibrates by layer. What it gains on two CPU cores is small: a
@@ -32,8 +31,6 @@ step of decoding SmolLM2-135M in bfloat16 takes 0.95 of stock's time, and one of
 
 Outputs are within 1e-5 of stock in float32, checkpoints the same byte for byte, grouped heads included.
 `python -m tests.benchmarks.bench_projections` measures it on your machine."""
-_AS_FAST = "For quantizers and adapters. It is given whole images, which are convolved as by stock, so it is as fast."
-
 FAMILIES = (
     Family(
         "LINEAR_EXPERTS",
@@ -50,36 +47,12 @@ Outputs are within 1e-5 of stock in float32, checkpoints the same byte for byte.
 it gains: int8 of bitsandbytes makes a Mixtral of two experts, made of SmolLM2's weights, 1.07 times smaller without
 the fusion and 1.77 times with it; perplexity goes from 19.0 to 19.1 and to 19.4.""",
         {
-            "DEEPSEEK_V3": (
-                {"DeepseekV3Experts": "6be7ec0ddb2ab2e7 b5463e8c890cc6f2"},
-                "Dense layers and shared experts stay as they are. Of the 671 billion weights of DeepSeek-V3, linear "
-                "layers hold 2 % without and 99.8 % with it.",
-            ),
-            "GPT_OSS": (
-                {"GptOssExperts": "59b6ef84e59935f7 91960f3493cf9e5e"},
-                "Its stacks are transposed, interleaved and have biases; the layers have biases too. Of the 117 "
-                "billion weights of gpt-oss-120b, linear layers hold 1 % without and 99.5 % with it.",
-            ),
-            "MIXTRAL": (
-                {"MixtralExperts": "bc1c5a59d0a70a3b f02b0b2e142bb6ff"},
-                "Of the 47 billion weights of Mixtral-8x7B, linear layers hold 3 % without and 99.7 % with it.\n\n"
-                "Measured by `patcher.benchmark` on a Mixtral of four layers and four experts, made of SmolLM2's "
-                f"weights, {_WHERE}: in 6 rounds no difference of prompts and decoding together (decoding eight rows "
-                "1.07 of stock's time); loading 0.51 and memory 0.56 of stock's.",
-            ),
-            "OLMOE": (
-                {"OlmoeExperts": "6be321e14eb8eab5 fb37391264dd83d8"},
-                "Of the 13 billion weights of its default config, linear layers hold 3 % without and 99 % with it.",
-            ),
-            "QWEN2_MOE": (
-                {"Qwen2MoeExperts": "c59434e7fc3acde9 b3286878e120a935"},
-                "The shared expert is made of linear layers already. Of the 14 billion weights of Qwen1.5-MoE-A2.7B, "
-                "linear layers hold 11 % without and 98 % with it.",
-            ),
-            "QWEN3_MOE": (
-                {"Qwen3MoeExperts": "de75d84ccec673c9 24fef0dc114a8b37"},
-                "Of the 15 billion weights of its default config, linear layers hold 4 % without and 98 % with it.",
-            ),
+            "DEEPSEEK_V3": {"DeepseekV3Experts": "6be7ec0ddb2ab2e7 b5463e8c890cc6f2"},
+            "GPT_OSS": {"GptOssExperts": "59b6ef84e59935f7 91960f3493cf9e5e"},
+            "MIXTRAL": {"MixtralExperts": "bc1c5a59d0a70a3b f02b0b2e142bb6ff"},
+            "OLMOE": {"OlmoeExperts": "6be321e14eb8eab5 fb37391264dd83d8"},
+            "QWEN2_MOE": {"Qwen2MoeExperts": "c59434e7fc3acde9 b3286878e120a935"},
+            "QWEN3_MOE": {"Qwen3MoeExperts": "de75d84ccec673c9 24fef0dc114a8b37"},
         },
     ),
     Family(
@@ -95,30 +68,17 @@ in float32, and 4 to 8 times with the backward pass. Whole images are convolved 
 Outputs are within 1e-5 of stock in float32, checkpoints the same byte for byte.
 `python -m tests.benchmarks.bench_patch_embeddings` measures both forms on your machine.""",
         {
-            "CLIP": ({"CLIPVisionEmbeddings": "0727acccea5476d9 6fb2b3b150ac83f8"}, _AS_FAST),
-            "GLM4V": (
-                {
-                    "Glm4vVisionPatchEmbed": "e05c4572386110dd",
-                    "Glm4vVisionModel": "675420c1cfff2c4b 652d8a4c0217d5df 290a3eb55f5817aa db420722cda9be13 "
-                    "6b7ce4d8fd723bbc 77338795fa4a57f7",
-                },
-                "Its convolution that merges patches is a linear layer too. Measured for 1024 patches of Qwen2-VL's "
-                "size.",
-            ),
-            "QWEN2_5_VL": (
-                {"Qwen2_5_VisionPatchEmbed": "ee882c51f230c1f0"},
-                "2.6 times as fast as stock's Conv3d, as measured on Qwen2-VL, which has the same sizes.",
-            ),
-            "QWEN2_VL": (
-                {"PatchEmbed": "5983a7ce69b14878"},
-                "Measured: 2.6 times as fast as stock's Conv3d, for 1024 patches in float32 on two CPU cores.",
-            ),
-            "QWEN3_VL": (
-                {"Qwen3VLVisionPatchEmbed": "c87ce03372bba61c"},
-                "Measured: 2.6 times as fast as stock's Conv3d, for 1024 patches in float32 on two CPU cores.",
-            ),
-            "SIGLIP": ({"SiglipVisionEmbeddings": "e70867dfafb55777 3412ef7824297308"}, _AS_FAST),
-            "VIT": ({"ViTPatchEmbeddings": "391cf0cf4fe29cd2"}, _AS_FAST),
+            "CLIP": {"CLIPVisionEmbeddings": "0727acccea5476d9 6fb2b3b150ac83f8"},
+            "GLM4V": {
+                "Glm4vVisionPatchEmbed": "e05c4572386110dd",
+                "Glm4vVisionModel": "675420c1cfff2c4b 652d8a4c0217d5df 290a3eb55f5817aa db420722cda9be13 "
+                "6b7ce4d8fd723bbc 77338795fa4a57f7",
+            },
+            "QWEN2_5_VL": {"Qwen2_5_VisionPatchEmbed": "ee882c51f230c1f0"},
+            "QWEN2_VL": {"PatchEmbed": "5983a7ce69b14878"},
+            "QWEN3_VL": {"Qwen3VLVisionPatchEmbed": "c87ce03372bba61c"},
+            "SIGLIP": {"SiglipVisionEmbeddings": "e70867dfafb55777 3412ef7824297308"},
+            "VIT": {"ViTPatchEmbeddings": "391cf0cf4fe29cd2"},
         },
     ),
     Family(
@@ -127,32 +87,15 @@ Outputs are within 1e-5 of stock in float32, checkpoints the same byte for byte.
         "Queries, keys and values as one projection, gate and up as another.",
         _PROJECTIONS,
         {
-            "GEMMA3": (
-                {
-                    "Gemma3Attention": "b58db9078fb3f8ed 725f12610f12fdd0",
-                    "Gemma3MLP": "923411af8433b1dd",
-                    "SiglipAttention": "1cc0a052bef4f401",
-                },
-                "In the vision-language model the attention of the vision tower is fused as well.",
-            ),
-            "LLAMA": (
-                {"LlamaAttention": "bb79e6fd486f0b0d 25072e8c8a0135c8", "LlamaMLP": "eafbe94b23d9df2e"},
-                f"Measured by `patcher.benchmark` on SmolLM2-135M {_WHERE}: in 11 rounds no difference of prompts and "
-                "decoding, of the whole and of its parts; loading 1.33 and memory 1.12 of stock's, which only maps "
-                "the file.",
-            ),
-            "MISTRAL": (
-                {"MistralAttention": "89fa5ad4e8a016a9 9b49914a053e4460", "MistralMLP": "c73b8ed157b7f657"},
-                "It has the layers of Llama.",
-            ),
-            "QWEN2": (
-                {"Qwen2Attention": "c9fc901edd3b17aa 830814518469bc67", "Qwen2MLP": "62984afaf175f993"},
-                "Queries, keys and values have biases, which are joined as well.",
-            ),
-            "QWEN3": (
-                {"Qwen3Attention": "c3ab2496711571bb 6545b649362f857e", "Qwen3MLP": "b5887e774e35e3ce"},
-                "The norms of queries and keys come after the split.",
-            ),
+            "GEMMA3": {
+                "Gemma3Attention": "b58db9078fb3f8ed 725f12610f12fdd0",
+                "Gemma3MLP": "923411af8433b1dd",
+                "SiglipAttention": "1cc0a052bef4f401",
+            },
+            "LLAMA": {"LlamaAttention": "bb79e6fd486f0b0d 25072e8c8a0135c8", "LlamaMLP": "eafbe94b23d9df2e"},
+            "MISTRAL": {"MistralAttention": "89fa5ad4e8a016a9 9b49914a053e4460", "MistralMLP": "c73b8ed157b7f657"},
+            "QWEN2": {"Qwen2Attention": "c9fc901edd3b17aa 830814518469bc67", "Qwen2MLP": "62984afaf175f993"},
+            "QWEN3": {"Qwen3Attention": "c3ab2496711571bb 6545b649362f857e", "Qwen3MLP": "b5887e774e35e3ce"},
         },
     ),
     Family(
@@ -161,14 +104,39 @@ Outputs are within 1e-5 of stock in float32, checkpoints the same byte for byte.
         "Queries, keys and values as one projection.",
         _PROJECTIONS,
         {
-            "BERT": (
-                {"BertSelfAttention": "762e60062dbe1a75 3e1e0b510c75801a 44c62aebeb3aa4b6"},
-                "Cross attention, where keys and values have another input, is left alone.\n\n"
-                f"Measured by `patcher.benchmark` on all-MiniLM-L6-v2 {_WHERE}: in 31 rounds no difference of "
-                "inference and training together (one row of 32 tokens 1.05 of stock's time); loading 1.17 and "
-                "memory 1.15 of stock's.",
-            ),
-            "PHI": ({"PhiAttention": "30bf7c02afa71944 1d8efac07675dd47"}, "Its MLP has no gate."),
+            "BERT": {"BertSelfAttention": "762e60062dbe1a75 3e1e0b510c75801a 44c62aebeb3aa4b6"},
+            "PHI": {"PhiAttention": "30bf7c02afa71944 1d8efac07675dd47"},
         },
     ),
 )
+
+_WHERE = "with one thread of an AMD EPYC that other programs used as well, in float32, torch 2.13.0"
+_AS_FAST = "For quantizers and adapters. It is given whole images, which are convolved as by stock, so it is as fast."
+#: model -> what else there is to say of its preset, what was measured included
+ABOUT = {
+    "DEEPSEEK_V3": "Linear layers hold 2 % of the 671 B weights of DeepSeek-V3 without it, 99.8 % with it.",
+    "GPT_OSS": "Linear layers hold 1 % of the 117 B weights of gpt-oss-120b without it, 99.5 % with it. They have biases.",
+    "MIXTRAL": "Linear layers hold 3 % of the 47 B weights of Mixtral-8x7B without it, 99.7 % with it.\n\n"
+    "Measured by `patcher.benchmark` on a Mixtral of four layers and four experts, made of SmolLM2's weights, "
+    f"{_WHERE}: in 6 rounds no difference of prompts and decoding together (decoding eight rows 1.07 of stock's "
+    "time); loading 0.51 and memory 0.56 of stock's.",
+    "OLMOE": "Linear layers hold 3 % of the 13 B weights of its default config without it, 99 % with it.",
+    "QWEN2_MOE": "Linear layers hold 11 % of the 14 B weights of Qwen1.5-MoE-A2.7B without it, 98 % with it.",
+    "QWEN3_MOE": "Linear layers hold 4 % of the 15 B weights of its default config without it, 98 % with it.",
+    "CLIP": _AS_FAST,
+    "GLM4V": "Its convolution that merges patches is a linear layer too. Measured for patches of Qwen2-VL's size.",
+    "QWEN2_5_VL": "2.6 times as fast as stock's Conv3d, as measured on Qwen2-VL, which has the same sizes.",
+    "QWEN2_VL": "Measured: 2.6 times as fast as stock's Conv3d, for 1024 patches in float32 on two CPU cores.",
+    "QWEN3_VL": "Measured: 2.6 times as fast as stock's Conv3d, for 1024 patches in float32 on two CPU cores.",
+    "SIGLIP": _AS_FAST,
+    "VIT": _AS_FAST,
+    "GEMMA3": "In the vision-language model the attention of the vision tower is fused as well.",
+    "LLAMA": f"Measured by `patcher.benchmark` on SmolLM2-135M {_WHERE}: in 11 rounds no difference of prompts and "
+    "decoding, of the whole and of its parts; loading 1.33 and memory 1.12 of stock's, which only maps the file.",
+    "QWEN2": "Queries, keys and values have biases, which are joined as well.",
+    "QWEN3": "The norms of queries and keys come after the split.",
+    "BERT": "Cross attention, where keys and values have another input, is left alone.\n\n"
+    f"Measured by `patcher.benchmark` on all-MiniLM-L6-v2 {_WHERE}: in 31 rounds no difference of inference and "
+    "training together (one row of 32 tokens 1.05 of stock's time); loading 1.17 and memory 1.15 of stock's.",
+    "PHI": "Its MLP has no gate.",
+}
