@@ -46,7 +46,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich takes as long to import as all the rest of `--help`
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for name in ("presets", "plan", "verify", "bench", "diff", "export", "fingerprint"):
+for name in ("presets", "plan", "verify", "bench", "diff", "export"):
     app.command()(getattr(commands, name))
 app.add_typer(codegen, name="codegen")
 

@@ -1,4 +1,4 @@
-"""The commands around a patcher: `presets`, `plan`, `verify`, `bench`, `diff`, `export`, `fingerprint`.
+"""The commands around a patcher: `presets`, `plan`, `verify`, `bench`, `diff`, `export`.
 
 Each exits with 0 when all is right, with 1 when what it checks fails, and with 2 when its arguments are invalid. The
 answer is all that goes to stdout. What they call is imported then: it takes seconds, which `--help` doesn't need.
@@ -73,11 +73,11 @@ def _joined(name: str, own: Iterable[str], given: dict[str, Any]) -> dict[str, A
                 f"{name} needs to know what to load the model with, by one or more of {forms}. "
                 "`patcher presets MODEL` lists the presets that fit."
             )
-        from patcher.cli.values import each_of, without_pins
+        from patcher.cli.values import each_of
 
         patchers = each_of(texts)
         if given.pop("unpinned"):
-            patchers = [without_pins(each) for each in patchers]
+            patchers = [each.replace(fingerprints={}, transformers="") for each in patchers]
         given[parameter] = patchers if parameter == "patchers" else functools.reduce(operator.or_, patchers)
     return given
 
@@ -151,21 +151,3 @@ def diff(model: str, patcher: Any, options: Any) -> Answer:
     A diff for each class that is replaced or fused, and each function.
     """
     return library.diff(model, patcher, **options), True
-
-
-@command
-def fingerprint(name: str, verified_on: str | None, options: Any) -> Answer:
-    """Print fingerprints of the code that a preset is pinned to.
-
-    They are those of the transformers that is installed. Exits with 1 if the preset is pinned to other code; with
-    --verify, if on this code a patched model isn't the same as stock.
-    """
-    from patcher.cli.values import named, pin_of, without_pins
-
-    pin, holds = pin_of(name)
-    if verified_on:
-        verified = library.verify(verified_on, without_pins(named(name)), **options)
-        verified.show(sys.stderr)
-        if not verified.passed:
-            raise typer.Exit(1)
-    return pin, bool(verified_on) or holds

@@ -64,7 +64,6 @@ _DTYPE = Literal["float32", "bfloat16", "float16"]
 OPTIONS = {
     "model": _argument("MODEL", "A repo on the hub, or a folder."),
     "folder": _argument("FOLDER", "Where to write: a new or an empty folder.", Path),
-    "name": _argument("PRESET", "The name of a preset, or MODULE:CONSTANT."),
     **{parameter_of(option): _repeated(option, *words) for option, words in WHAT.items()},
     "unpinned": _flag("--unpinned", "Ignore the pins of a preset, to try it on code that has changed."),
     "dtype": _option("--dtype", None, "What to compute in [default: float32, of bench the checkpoint's].", _DTYPE),
@@ -74,7 +73,6 @@ OPTIONS = {
     "measure": _repeated("--measure", "NAME", "Measure only this, such as decode or memory"),
     "unverified": _flag("--no-verify", "Go on without comparing what is patched with stock."),
     "push": _option("--push", "REPO", "Put it into this repo on the hub, which is made if needed."),
-    "verified_on": _option("--verify", "MODEL", "Verify it on this model first; print nothing if that fails."),
     "revision": _option("--revision", "REVISION", "A branch, tag or commit of the repo."),
     "remote": _flag("--trust-remote-code", "Run code that the repo brings with it."),
     "as_json": _flag("--json", "Write JSON to stdout, and nothing else."),

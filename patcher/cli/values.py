@@ -1,4 +1,4 @@
-"""What the commands work with: patchers by name, the list of presets, and pins.
+"""What the commands work with: patchers by name, and the list of presets.
 
 All raise `InvalidPatcherError` for a name, a constant or a model that there is none of, or that can't be used here.
 """
@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import transformers
 import typer
 
 from patcher import presets
@@ -21,7 +20,6 @@ from patcher.cli.options import WHAT
 from patcher.display.shown import numbered
 from patcher.errors import InvalidPatcherError
 from patcher.patterns import nearest
-from patcher.spec.fingerprints import fingerprint, homes_of
 from patcher.spec.forward_of import forward_of
 from patcher.spec.patcher import Patcher
 from patcher.spec.serialization import FORWARD_OF
@@ -40,24 +38,16 @@ def each_of(given: Mapping[str, Iterable[str]]) -> list[Patcher]:
     mapped = [mapping(name, text) for name in ("class", "module", "function") for text in given.get(f"--{name}", ())]
     own = [_named("--patcher", text, text, Patcher) for text in constants]
     fused = [Patcher(fusions=fusions)] if fusions else []
-    return [*fused, *map(named, chosen), *own, *mapped]
+    return [*fused, *map(preset, chosen), *own, *mapped]
 
 
-def named(name: str) -> Patcher:
-    """The patcher of the name of a preset, or of `module:CONSTANT`."""
-    if ":" in name:
-        found: Patcher = _named("--patcher", name, name, Patcher)
-        return found
+def preset(name: str) -> Patcher:
+    """A preset by its name."""
     if name not in presets.__all__:
         close = nearest(name, presets.__all__)
         hint = f"did you mean {', '.join(close)}?" if close else "`patcher presets` lists them."
         raise InvalidPatcherError(f"there is no preset {name!r}; {hint}")
     return getattr(presets, name)  # type: ignore[no-any-return]
-
-
-def without_pins(patcher: Patcher) -> Patcher:
-    """The patcher, to be tried on code that has changed."""
-    return patcher.replace(fingerprints={}, transformers="")
 
 
 def mapping(name: str, text: str) -> Patcher:
@@ -126,40 +116,3 @@ def listing(model: str | None, options: Mapping[str, Any]) -> Answered:
         what = f"can't be used here: {row['missing']}" if row["missing"] else row["description"].partition("\n")[0]
         lines.append(f"  {row['name']:<34}  {row['transformers']:<12}  {what}")
     return Answered("\n".join(lines), {"model": model or "", "presets": rows, "reason": reason})
-
-
-def pin_of(name: str) -> tuple[Answered, bool]:
-    """The pin of a preset, or of `module:CONSTANT`, for the transformers that is installed; whether it holds."""
-    patcher = named(name)
-    pinned = patcher.fingerprints
-    names = sorted(pinned) or sorted(
-        [*filter(str.isidentifier, patcher.class_mapping), *patcher.function_mapping]  # expressions name no class
-    )
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for cls, module in homes_of(names):
-        own = fingerprint(getattr(importlib.import_module(module), cls.rpartition(":")[2]))
-        row = {"class": cls, "module": module, "fingerprint": own, "pinned": pinned.get(cls, ())}
-        found.setdefault((cls, own), row)  # the same code is in the files of several models
-    if not found:
-        raise InvalidPatcherError(
-            f"{name} names nothing of transformers {transformers.__version__} that could be pinned: it has "
-            f"{', '.join(names) or 'neither fingerprints nor names of classes'}. Pin the classes that it works on: "
-            "`from patcher import fingerprint`, patcher.replace(fingerprints={'LlamaMLP': fingerprint(LlamaMLP)})."
-        )
-    # Of namesakes those that are as pinned, where any is.
-    right = {cls for cls, own in found if own in pinned.get(cls, ())}
-    rows = [row for (cls, own), row in found.items() if cls not in right or own in pinned[cls]]
-    gone = sorted(pinned.keys() - {row["class"] for row in rows})
-    rows += [{"class": cls, "module": "", "fingerprint": "", "pinned": pinned[cls]} for cls in gone]
-    lines = [f"# {patcher.name or name} on transformers {transformers.__version__}", "fingerprints={"]
-    for cls, module, own, pins in (row.values() for row in rows):
-        state = f"pinned {', '.join(pins)}" if pins else "not pinned yet"
-        state = "as pinned" if cls in right else state
-        lines.append(
-            f'    "{cls}": "{own}",  # {module}: {state}'
-            if own
-            else f"    # {cls}: {state}, and this transformers has nothing of that name"
-        )
-    holds = all(cls in right for cls in pinned)
-    data = {"name": patcher.name or name, "transformers": transformers.__version__, "holds": holds, "classes": rows}
-    return Answered("\n".join([*lines, "}"]), data), holds

@@ -115,7 +115,7 @@ _AS_FAST = "For quantizers and adapters. It is given whole images, which are con
 #: model -> what else there is to say of its preset, what was measured included
 ABOUT = {
     "DEEPSEEK_V3": "Linear layers hold 2 % of the 671 B weights of DeepSeek-V3 without it, 99.8 % with it.",
-    "GPT_OSS": "Linear layers hold 1 % of the 117 B weights of gpt-oss-120b without it, 99.5 % with it. They have biases.",
+    "GPT_OSS": "Linear layers hold 1 % of the 117 B weights of gpt-oss-120b without it, 99.5 % with it.",
     "MIXTRAL": "Linear layers hold 3 % of the 47 B weights of Mixtral-8x7B without it, 99.7 % with it.\n\n"
     "Measured by `patcher.benchmark` on a Mixtral of four layers and four experts, made of SmolLM2's weights, "
     f"{_WHERE}: in 6 rounds no difference of prompts and decoding together (decoding eight rows 1.07 of stock's "

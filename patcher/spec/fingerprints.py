@@ -194,7 +194,6 @@ def _check_fingerprints(patcher: Patcher, homes: Iterable[str], *, all_there: bo
             f"The code that the patcher{f' {patcher.name!r}' if patcher.name else ''} was verified on"
             f"{f' (transformers {patcher.transformers})' if patcher.transformers else ''} is not the code of the "
             f"installed transformers {transformers.__version__}:\n{listed}\n"
-            f"`patcher fingerprint {patcher.name or 'MODULE:CONSTANT'} --verify MODEL` verifies it on this code and "
-            "prints the new pin (MODULE:CONSTANT in place of the name, for a patcher that isn't a preset); give it: "
-            "patcher.replace(fingerprints={...})."
+            "Verify it on this code by `patcher verify MODEL --preset NAME --unpinned` (--patcher MODULE:CONSTANT for "
+            "one that isn't a preset), and pin what was found by patcher.replace(fingerprints={...})."
         )

@@ -26,7 +26,7 @@ from patcher.codegen import PatchConfig
 config = PatchConfig("transformers.models.llama.modeling_llama", "patched.py")
 config.replace_function("rotate_half", "def rotate_half(x):\\n    return x\\n")
 """
-COMMANDS = ["presets", "plan", "verify", "bench", "diff", "export", "fingerprint", "codegen"]
+COMMANDS = ["presets", "plan", "verify", "bench", "diff", "export", "codegen"]
 
 
 def run(*arguments: Any) -> Any:
@@ -99,7 +99,7 @@ def test_the_first_screen_is_of_commands_that_run(folder: Path, tmp_path: Path) 
     commands = re.findall(r"^  patcher (.*)", shown.output, re.MULTILINE)
 
     assert shown.exit_code == 0
-    assert {command.split()[0] for command in commands} == set(COMMANDS) - {"fingerprint"}
+    assert {command.split()[0] for command in commands} == set(COMMANDS)
     assert 5 <= len(commands) <= 9
     for command in commands:
         quicker = ["--seconds", "5", "--measure", "load"] if command.startswith("bench") else []
@@ -142,7 +142,6 @@ DOUBLED = Patcher({"LlamaMLP": Doubled}, name="doubled")
 SAME = Patcher({"LlamaMLP": Same}, fingerprints={"LlamaMLP": "0" * 16})
 UNFIT = Patcher({"LlamaMLP": Unfit})
 MISSPELT = Patcher({"LlamaMPL": Doubled})
-PINNED = Patcher({"LlamaMLP": Doubled}, name="pinned", fingerprints={"LlamaMLP": "0" * 16, "LlamaGone": "1" * 16})
 DRIFTED = DOUBLED.replace(fingerprints={"LlamaMLP": "0" * 16})
 NUMBER = 3
 print("said while it is imported")
@@ -258,7 +257,7 @@ def test_bench_measures_what_the_options_name_and_their_subsets(folder: Path) ->
 def test_a_preset_that_drifted_is_tried_without_its_pins(folder: Path) -> None:
     for command in ("plan", "verify"):
         told = json.loads(run(command, folder, "--patcher", "my_patches:DRIFTED", "--json").stdout)
-        assert "`patcher fingerprint doubled --verify MODEL` verifies it on this code" in json.dumps(told)
+        assert "`patcher verify MODEL --preset NAME --unpinned`" in json.dumps(told)
     done = run("plan", folder, "--patcher", "my_patches:DRIFTED", "--unpinned", "--json")
     assert (done.exit_code, json.loads(done.stdout)["ok"]) == (0, True)
 
@@ -273,63 +272,6 @@ def test_diff_shows_the_code_and_exits_with_0(folder: Path) -> None:
     assert "\x1b" not in done.stdout
     data = json.loads(run("diff", folder, "--patcher", "my_patches:DOUBLED", "--json").stdout)
     assert [entry["becomes"] for entry in data["classes"]] == ["my_patches.Doubled"]
-
-
-@pytest.mark.usefixtures("mine")
-def test_fingerprint_prints_a_pin_that_holds(folder: Path) -> None:
-    from transformers.models.llama.modeling_llama import LlamaMLP
-
-    from patcher.spec.fingerprints import fingerprint
-
-    done = run("fingerprint", "my_patches:DOUBLED")
-    assert done.exit_code == 0, done.output
-    assert f'    "LlamaMLP": "{fingerprint(LlamaMLP)}",  # transformers.models.llama.modeling_llama' in done.stdout
-    written: dict[str, Any] = {}
-    exec(done.stdout.replace("fingerprints=", "fingerprints = "), written)
-    assert written["fingerprints"] == {"LlamaMLP": fingerprint(LlamaMLP)}
-
-
-@pytest.mark.usefixtures("mine")
-def test_fingerprint_exits_with_1_where_the_code_is_another() -> None:
-    done = run("fingerprint", "my_patches:PINNED")
-    assert done.exit_code == 1
-    assert f"modeling_llama: pinned {'0' * 16}" in done.stdout
-    assert f"# LlamaGone: pinned {'1' * 16}, and this transformers has nothing of that name" in done.stdout
-    told = run("fingerprint", "my_patches:PINNED", "--json")
-    assert told.exit_code == 1
-    data = json.loads(told.stdout)
-    assert data["holds"] is False
-    assert [(entry["class"], entry["pinned"]) for entry in data["classes"]] == [
-        ("LlamaMLP", ["0" * 16]),
-        ("LlamaGone", ["1" * 16]),
-    ]
-
-
-@pytest.mark.usefixtures("mine")
-def test_fingerprint_prints_no_pin_for_what_was_not_verified(folder: Path) -> None:
-    done = run("fingerprint", "my_patches:SAME", "--verify", folder)
-    assert done.exit_code == 0, done.output
-    assert "the same as stock" in done.stderr
-    assert "fingerprints={\n" in done.stdout
-
-    done = run("fingerprint", "my_patches:DRIFTED", "--verify", folder)
-    assert done.exit_code == 1
-    assert "NOT the same as stock" in done.stderr
-    assert "fingerprints={" not in done.stdout
-    assert run("fingerprint", "my_patches:SAME", "--verify", folder / "none").exit_code == 2
-
-
-@pytest.mark.usefixtures("mine")
-def test_the_advice_for_what_names_no_class_is_followed(tmp_path: Path) -> None:
-    import patcher
-
-    (tmp_path / "fused_patches.py").write_text("from patcher import Patcher\nFUSED = Patcher(fusions='gate_up')\n")
-    done = run("fingerprint", "fused_patches:FUSED")
-    assert done.exit_code == 2
-    imported, written = re.findall(r"`(from patcher import .*)`, (patcher\.replace\(.*\))\.", said(done))[0]
-    names: dict[str, Any] = {"patcher": patcher.Patcher(fusions="gate_up")}
-    exec(f"from transformers.models.llama.modeling_llama import LlamaMLP\n{imported}\npinned = {written}", names)
-    assert names["pinned"].fingerprints == {"LlamaMLP": (patcher.fingerprint(names["LlamaMLP"]),)}
 
 
 # --- presets -------------------------------------------------------------------------------------------------------
@@ -385,25 +327,6 @@ def test_what_libraries_say_while_they_are_imported_is_not_said() -> None:
     assert all(word in done.stderr for word in ("always", "later", "afterwards"))
 
 
-def test_the_presets_of_the_package_are_listed_planned_and_pinned(folder: Path) -> None:
-    first, *_ = json.loads(run("presets", folder, "--json").stdout)["presets"]
-    assert first["name"] == "LLAMA_FUSED_PROJECTIONS"
-    assert json.loads(run("plan", folder, "--preset", first["name"], "--json").stdout)["fused"]
-    pin = run("fingerprint", first["name"])
-    assert pin.exit_code == 0, pin.output
-    assert "as pinned" in pin.stdout
-
-    # A class of the same name and other code is in the files of other models.
-    from patcher.spec.fingerprints import homes_of
-
-    assert len(homes_of(["Qwen2MLP"])) > 1
-    told = json.loads(run("fingerprint", "QWEN2_FUSED_PROJECTIONS", "--json").stdout)["classes"]
-    assert [(entry["class"], entry["module"].rpartition(".")[2]) for entry in told] == [
-        ("Qwen2Attention", "modeling_qwen2"),
-        ("Qwen2MLP", "modeling_qwen2"),
-    ]
-
-
 def test_presets_and_patchers_are_combined(folder: Path, mine: str) -> None:
     named = ["--preset", "LLAMA_FUSED_PROJECTIONS"]
     own = ["--class", f"LlamaRMSNorm={mine}:Norm", "--fusion", "gate_up, qkv"]
@@ -432,9 +355,8 @@ def test_a_patcher_is_found_by_its_file(where: str, folder: Path, tmp_path: Path
         (["plan", "FOLDER", "--preset", "for_model"], r"there is no preset 'for_model'"),
         (["plan", "FOLDER", "--preset", "__file__"], r"there is no preset '__file__'; `patcher presets` lists them"),
         (["plan", "FOLDER", "--preset", "LIGER"], r"The preset LIGER needs"),
-        (["fingerprint", "QWEN3_FUSED"], r"there is no preset 'QWEN3_FUSED'"),
     ],
-    ids=["misspelt", "function", "dunder", "lacking", "pin of none"],
+    ids=["misspelt", "function", "dunder", "lacking"],
 )
 def test_a_preset_that_is_none_exits_with_2(folder: Path, arguments: list[str], message: str) -> None:
     done = run(*(folder if argument == "FOLDER" else argument for argument in arguments))
@@ -499,7 +421,6 @@ WRONG: list[tuple[str, list[str], str]] = [
         ["plan", "FOLDER", "--class", "LlamaMLP=my_patches:NUMBER"],
         r"NUMBER is a int in my_patches",
     ),
-    ("pin", ["fingerprint", "my_patches:MISSPELT"], r"names nothing of transformers .* it has LlamaMPL"),
 ]
 
 

@@ -358,7 +358,7 @@ def test_changed_code_raises_and_formatting_does_not(
     if not named:
         assert report(cls._from_config(config, patcher=presets.LLAMA_FUSED_PROJECTIONS)).fused
         return
-    said = rf"{named}: pinned [0-9a-f, ]+, found .*patcher fingerprint LLAMA_FUSED_PROJECTIONS"
+    said = rf"{named}: pinned [0-9a-f, ]+, found .*patcher verify MODEL --preset NAME"
     with pytest.raises(
         PresetDriftError, match=rf"(?s)LLAMA_FUSED_PROJECTIONS.*>=5.17.*{transformers.__version__}.*{said}"
     ):

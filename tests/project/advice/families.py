@@ -216,7 +216,7 @@ def a_name_for_a_quantizer_that_nobody_knows(at: Place) -> Steps:
         del AUTO_QUANTIZER_MAPPING["names"], AUTO_QUANTIZATION_CONFIG_MAPPING["names"]
 
 
-@advice("prints the new pin (MODULE:CONSTANT in place of the name, for a patcher that isn't a preset); give it: ")
+@advice("one that isn't a preset), and pin what was found by patcher.replace(fingerprints={...}).")
 def code_that_has_changed(at: Place) -> Steps:
     source = "from patcher import Patcher\nPATCHER = Patcher(fusions='gate_up', fingerprints={'LlamaMLP': '0'})\n"
     (at.tmp / "advised_pins.py").write_text(source)
@@ -225,13 +225,14 @@ def code_that_has_changed(at: Place) -> Steps:
         import advised_pins  # type: ignore[import-not-found]
 
         said = yield lambda: load(at.llama, advised_pins.PATCHER)
-        words = said.partition("`patcher ")[2].partition("`")[0]
-        words = words.replace("MODULE:CONSTANT", "advised_pins:PATCHER").replace("MODEL", str(at.llama))
+        words = said.partition("`patcher ")[2].partition("`")[0].replace("MODEL", str(at.llama))
+        (own,) = re.findall(r"\((--patcher \S+) for one", said)
     with contextlib.chdir(at.tmp):
-        pins = command(*words.split())
+        own = own.replace("MODULE:CONSTANT", "advised_pins:PATCHER")
+        command(*words.replace("--preset NAME", own).split(), "--quick")
     sys.path.remove(str(at.tmp))
-    fixed = advised_pins.PATCHER.replace(**eval(f"dict({pins[pins.index('fingerprints=') :]})"))
-    assert same(load(at.llama, fixed), at.llama)
+    (found,) = re.findall(r"LlamaMLP: pinned 0, found (\w+)", said)
+    assert same(load(at.llama, advised_pins.PATCHER.replace(fingerprints={"LlamaMLP": found})), at.llama)
 
 
 def split_gpt2(at: Place, fusion: Any = "split") -> Any:
