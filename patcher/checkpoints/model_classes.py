@@ -80,16 +80,14 @@ def _reach_hub(repo: str, places: Mapping[str, Any]) -> None:
 
 def _checked(config: PretrainedConfig, where: str) -> PretrainedConfig:
     """The config, if a model of it can be built in bounded time: its layers are built one by one."""
-    waiting: list[Any] = [config]
-    while waiting:
-        for name, value in vars(waiting.pop()).items():
-            if isinstance(value, PretrainedConfig):
-                waiting.append(value)
-            elif type(value) is int and value > _MOST_LAYERS and _IS_COUNT.search(name):
-                raise InvalidPatcherError(
-                    f"the config of {where} says {name}={value}, and at most {_MOST_LAYERS:,} make sense. Fetch it "
-                    "again, or correct it."
-                )
+    for name, value in vars(config).items():
+        if isinstance(value, PretrainedConfig):
+            _checked(value, where)
+        elif type(value) is int and value > _MOST_LAYERS and _IS_COUNT.search(name):
+            raise InvalidPatcherError(
+                f"the config of {where} says {name}={value}, and at most {_MOST_LAYERS:,} make sense. Fetch it again, "
+                "or correct it."
+            )
     return config
 
 
@@ -105,8 +103,7 @@ def model_class_of(
         return model_class
     options = options or {}
     if model_class is not None:
-        auto = getattr(model_class, "__name__", "")
-        found = _brought(auto, config, model, options) or class_in(model_class, config)
+        found = _brought(getattr(model_class, "__name__", ""), config, model, options) or class_in(model_class, config)
         if found is None:
             raise InvalidPatcherError(
                 f"model_class= takes a class of model, or an Auto class that knows {type(config).__name__}, found "
@@ -124,9 +121,8 @@ def model_class_of(
     known = {task: class_in(getattr(transformers, f"AutoModelFor{task}"), config) for task in _TASKS}
     if known["MaskedLM"] is not None and not getattr(config, "is_decoder", False):
         known["CausalLM"] = None  # a variant that goes on with a text, of a model that fills in masked words
-    for found in [*known.values(), class_in(transformers.AutoModel, config)]:
-        if found is not None:
-            return found
+    if found := next(filter(None, [*known.values(), class_in(transformers.AutoModel, config)]), None):
+        return found
     raise InvalidPatcherError(
         f"No Auto class knows {type(config).__name__}, and it names no architecture; pass model_class=."
     )
@@ -152,5 +148,4 @@ def _brought(
     if not options.get("trust_remote_code") or not isinstance(reference, str):
         return None
     names = PLACES - {"subfolder", "trust_remote_code", "variant"}
-    places = {key: value for key, value in options.items() if key in names}
-    return remote_class(reference, str(model), **places)
+    return remote_class(reference, str(model), **{name: options[name] for name in names & options.keys()})

@@ -75,19 +75,16 @@ def hear_nothing_of_imports() -> None:
 
     What libraries warn of while they are imported is about packages that a command doesn't use.
     """
-    logging.setLoggerClass(_Logger)
-    show = warnings.showwarning
+    show, is_enabled = warnings.showwarning, logging.Logger.isEnabledFor
 
     def shown(*arguments: Any, **more: Any) -> None:
         if not _importing():
             show(*arguments, **more)
 
     warnings.showwarning = shown
-
-
-class _Logger(logging.Logger):
-    def isEnabledFor(self, level: int) -> bool:  # noqa: N802
-        return super().isEnabledFor(level) and (level >= logging.ERROR or not _importing())
+    logging.Logger.isEnabledFor = lambda logger, level: (  # type: ignore[method-assign, assignment]
+        is_enabled(logger, level) and (level >= logging.ERROR or not _importing())
+    )
 
 
 def _importing() -> bool:

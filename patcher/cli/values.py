@@ -85,23 +85,28 @@ def _named(option: str, text: str, reference: str, kind: type) -> Any:
     return home[name]
 
 
-class Answered(NamedTuple):
-    """What a command prints, and what of it is JSON."""
+class Listing(NamedTuple):
+    """The presets, or those that fit a model, the recommended first; where none fits, the reason."""
 
-    text: str
-    data: dict[str, Any]
-
-    def show(self) -> None:
-        typer.echo(self.text)
+    model: str
+    presets: list[dict[str, str]]
+    reason: str
 
     def to_dict(self) -> dict[str, Any]:
-        return self.data
+        return self._asdict()
+
+    def show(self) -> None:
+        head = numbered(len(self.presets), "preset") + (f" for {self.model}" if self.model else "")
+        typer.echo(f"No preset fits {self.model}\n{self.reason}" if self.reason else head)
+        for row in self.presets:
+            what = f"can't be used here: {row['missing']}" if row["missing"] else row["description"].partition("\n")[0]
+            typer.echo(f"  {row['name']:<34}  {row['transformers']:<12}  {what}")
 
 
-def listing(model: str | None, options: Mapping[str, Any]) -> Answered:
-    """All presets, or those that fit a model, the recommended first; where none fits, the reason."""
+def listing(model: str | None, options: Mapping[str, Any]) -> Listing:
+    """All presets, or those that fit a model."""
     fitting = presets.for_model(config_of(model, options)) if model else None
-    rows: list[dict[str, str]] = []
+    rows = []
     for name in presets.__all__ if fitting is None else [each.name for each in fitting]:
         row = {"name": name, "description": presets.describe(name), "transformers": "", "missing": ""}
         try:
@@ -109,10 +114,4 @@ def listing(model: str | None, options: Mapping[str, Any]) -> Answered:
         except InvalidPatcherError as error:  # a package or a device that it needs isn't there
             row["missing"] = str(error)
         rows.append(row)
-    reason = "" if fitting is None else fitting.reason
-    head = numbered(len(rows), "preset") + (f" for {model}" if model else "")
-    lines = [f"No preset fits {model}\n{reason}" if reason else head]
-    for row in rows:
-        what = f"can't be used here: {row['missing']}" if row["missing"] else row["description"].partition("\n")[0]
-        lines.append(f"  {row['name']:<34}  {row['transformers']:<12}  {what}")
-    return Answered("\n".join(lines), {"model": model or "", "presets": rows, "reason": reason})
+    return Listing(model or "", rows, "" if fitting is None else fitting.reason)

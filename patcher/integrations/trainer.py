@@ -96,10 +96,7 @@ def load_optimizer(stock: Stock, self: Any, checkpoint: Any, *args: Any, **kwarg
 def _check_parameters(model: nn.Module, checkpoint: Path) -> None:
     here = _trained(model)
     noted = checkpoint / PARAMETERS_FILE
-    if noted.exists():
-        there = json.loads(noted.read_text(encoding="utf-8"))["parameters"]
-    else:
-        there = _as_in_transformers(model, here)
+    there = json.loads(noted.read_text("utf-8"))["parameters"] if noted.exists() else _as_in_transformers(model, here)
     if list(there.items()) == list(here.items()):
         return
     pairs = enumerate(zip_longest(there.items(), here.items(), fillvalue=("nothing", "")), start=1)
