@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import json
 import os
 import platform
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -155,14 +154,18 @@ def export(
         exported = Exported(target, generated.config.target_file, auto_map, changes, (), found)
         card = _card(exported, str(model), source, patcher, generated.source, push_to_hub or target.name)
         (target / "README.md").write_text(card, "utf-8")
-        address = _pushed(target, push_to_hub, places.get("token")) if push_to_hub else ""
+        if push_to_hub:
+            api = HfApi(token=places.get("token"))
+            repo = api.create_repo(push_to_hub, exist_ok=True).repo_id
+            address = api.upload_folder(repo_id=repo, folder_path=target, commit_message="Upload a patched model")
+            exported = replace(exported, address=str(address))
     except BaseException:
         shutil.rmtree(target)
         if not is_new:
             target.mkdir()
         raise
     files = tuple(sorted(each.relative_to(target).as_posix() for each in target.rglob("*") if each.is_file()))
-    return dataclasses.replace(exported, files=files, address=address)
+    return replace(exported, files=files)
 
 
 def _generated(patcher: Patcher, cls: type[PreTrainedModel], config: PretrainedConfig) -> Generated:
@@ -288,9 +291,3 @@ Python {platform.python_version()}, torch {version("torch")}, transformers {vers
 | stage | | measured | allowed |
 |---|---|---|---|
 {rows}"""
-
-
-def _pushed(folder: Path, repo_id: str, token: Any) -> str:
-    api = HfApi(token=token)
-    repo = api.create_repo(repo_id, exist_ok=True).repo_id
-    return str(api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload a patched model"))

@@ -40,14 +40,7 @@ def patched_files() -> None:
 
 @app.command()
 @command
-def verify(
-    module: str,
-    config_name: str | None,
-    model_name: str | None,
-    model_config: str | None,
-    tolerance: float | None,
-    partly: bool,
-) -> Answer:
+def verify(module: str, config_name: Any, model_name: Any, model_config: Any, tolerance: Any, partly: bool) -> Answer:
     """Check that the models of a file compute as stock.
 
     Small ones run beside stock and beside the runtime patch. Exits with 1 if they differ, or a patch never ran.
@@ -87,8 +80,7 @@ def codegen(**given: Any) -> None:
             if bad:
                 raise typer.Exit(1)
         elif given["list_configs"]:
-            paths = discover(settings)
-            if not paths:
+            if not (paths := discover(settings)):
                 typer.echo(
                     "no *_patch_gen_config.py here; set search_root in [tool.patcher.codegen] of pyproject.toml"
                 )

@@ -118,23 +118,19 @@ def verify(model: str, patcher: Any, dtype: str | None, stage: Any, quick: bool,
 
 
 @command
-def bench(
-    model: str, patchers: Any, seconds: float | None, measure: Any, dtype: str | None, unverified: bool, options: Any
-) -> Answer:
+def bench(model: str, patchers: Any, seconds: Any, measure: Any, dtype: Any, unverified: bool, options: Any) -> Answer:
     """Measure whether patchers make a model faster on this machine.
 
     Each of them, and each subset of their members, takes turns with stock; without --no-verify those that don't
     compute the same as stock are left out. Exits with 1 if nothing could be measured.
     """
-    options |= {"seconds": seconds or 60.0, "dtype": dtype or "auto"}
+    options |= {"seconds": 60.0 if seconds is None else seconds, "dtype": dtype or "auto"}
     found = library.benchmark(model, *patchers, measures=measure, verify=not unverified, **options)
     return found, bool(found.measured)
 
 
 @command
-def export(
-    model: str, folder: Path, patcher: Any, push: str | None, quick: bool, unverified: bool, options: Any
-) -> Answer:
+def export(model: str, folder: Path, patcher: Any, push: Any, quick: bool, unverified: bool, options: Any) -> Answer:
     """Write a folder that anyone loads without this package.
 
     With trust_remote_code=True: in it are a modeling file, the config, the weights and all files beside them as they

@@ -12,7 +12,6 @@ A load raises `PresetDriftError` where a transformers release has changed the co
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import reprlib
@@ -21,6 +20,7 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from patcher import InvalidPatcherError, Patcher, errors
+from patcher.presets import kernels
 from patcher.presets.table import ABOUT, FAMILIES
 
 #: preset -> its family, and the model; LIGER is for whatever model has what it replaces
@@ -50,8 +50,8 @@ class Fitting(tuple[Patcher, ...]):
 def __getattr__(name: str) -> Patcher:
     if name not in __all__:
         raise errors.no_such_name(__name__, name, __dir__(), "dir(patcher.presets)")
-    if name == "LIGER":  # on access, as they need a package that may not be installed
-        given = _kernels().arguments()
+    if name == "LIGER":  # on access, as it needs a package that may not be installed
+        given = kernels.arguments()
     else:
         family, model = _PRESETS[name]
         pins = {cls: found.split() for cls, found in family.pins[model].items()}
@@ -61,10 +61,6 @@ def __getattr__(name: str) -> Patcher:
 
 def __dir__() -> list[str]:
     return sorted([*__all__, "best", "describe", "for_model"])
-
-
-def _kernels() -> Any:
-    return importlib.import_module("patcher.presets.kernels")
 
 
 def describe(name: str) -> str:
@@ -79,7 +75,7 @@ def describe(name: str) -> str:
     if name not in __all__:
         raise errors.no_such_name(__name__, name, __all__, "dir(patcher.presets)")
     if name == "LIGER":
-        texts = [inspect.cleandoc(_kernels().__doc__)]
+        texts = [inspect.cleandoc(kernels.__doc__ or "")]
     else:
         family, model = _PRESETS[name]
         texts = [family.does, *([ABOUT[model]] if model in ABOUT else []), family.about]
@@ -133,7 +129,7 @@ def for_model(config_or_id: str | PretrainedConfig, **options: Any) -> Fitting:
     reason = "The preset LIGER replaces nothing in it."
     try:
         liger = __getattr__("LIGER")
-        found += [liger] * _kernels().fits(config)
+        found += [liger] * kernels.fits(config)
     except InvalidPatcherError as error:  # it can't be used here
         reason = str(error)
     fitting = Fitting(found)

@@ -144,13 +144,12 @@ def rules() -> dict[Any, type[nn.Module]]:
 
 def fits(config: PretrainedConfig) -> bool:
     """Whether the modeling file of a config, or that of the text model in it, has a class that is replaced."""
+    classes: list[Any] = []
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         with suppress(ImportError):
             home = importlib.import_module(type(part).__module__.replace(".configuration_", ".modeling_"))
-            classes = [value for value in vars(home).values() if getattr(value, "__module__", "") == home.__name__]
-            if any(key.matches(cls) for key in rules() for cls in classes if isinstance(cls, type)):
-                return True
-    return False
+            classes += [each for each in vars(home).values() if getattr(each, "__module__", "") == home.__name__]
+    return any(key.matches(cls) for key in rules() for cls in classes if isinstance(cls, type))
 
 
 def arguments() -> dict[str, Any]:
