@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from patcher.fusions.methods import trees_of
-from patcher.source.call_sites import calls_of_child, none_by_default
+from patcher.fusions.methods import readable, trees_of
+from patcher.fusions.purity import Body
+from patcher.source.call_sites import calls_of_child, none_by_default, positional_parameters
 
 #: What a part of a joined projection still has.
 HELD = frozenset({"weight", "bias", "in_features", "out_features"})
@@ -29,6 +30,8 @@ class Caller:
         self.name, _, number = path[len(self.path) :].strip(".").partition(".")
         self.is_listed = bool(number)
         self.parameters = _parameters(modules[path]) if path in modules else []
+        #: the attributes of the module whose values say which of its calls run
+        self.constants: dict[str, Any] = {}
 
     @property
     def classes(self) -> tuple[Any, ...]:
@@ -39,10 +42,19 @@ class Caller:
         return self.name, self.is_listed, tuple(type(self.modules.get(path)) for path in around), tuple(names)
 
     def calls(self) -> Iterator[tuple[dict[str, ast.expr], ast.Call, ast.FunctionDef]]:
-        """The arguments of each call by the names of the parameters, the call, and the method it is in."""
-        for tree in trees_of(type(self.module)).values() if self.module is not None else ():
-            for call in calls_of_child(tree, self.name, self.is_listed):
-                yield _given(call, self.parameters), call, tree
+        """The arguments of each call by the names of the parameters, the call, and the method it is in.
+
+        Of calls in branches those that run, by what the module around says of itself.
+        """
+        for _, method in readable(type(self.module)) if self.module is not None else ():
+            calls = calls_of_child(method.node, self.name, self.is_listed)
+            body = Body(method, self.module) if calls else None
+            reached = set(body.reached()) if body is not None else set()
+            if body is not None and not reached.issuperset(calls):
+                self.constants |= body.constants
+            for call in calls:
+                if call in reached:
+                    yield _given(call, self.parameters), call, method.node
 
     def passes(self, parameter: str) -> str:
         """What it passes for a parameter that is None by default, "" if nothing that is known to be anything else."""
@@ -63,12 +75,21 @@ class Caller:
         return bool(calls) and is_shown and not self.passes(parameter)
 
     def same(self, parameters: tuple[str, ...]) -> bool:
-        """Whether each call passes one variable for all of these parameters, and there is a call."""
-        passed = [[given.get(each) for each in parameters] for given, _, _ in self.calls()]
-        return bool(passed) and all(
-            isinstance(first, ast.Name) and all(isinstance(each, ast.Name) and each.id == first.id for each in rest)
-            for first, *rest in passed
-        )
+        """Whether each call passes one value for all of these parameters, and there is a call."""
+        calls = [
+            ([getattr(given.get(each), "id", "") for each in parameters], tree) for given, _, tree in self.calls()
+        ]
+        return bool(calls) and all(self._are_one(names, tree) for names, tree in calls)
+
+    def _are_one(self, names: list[str], tree: ast.FunctionDef) -> bool:
+        """Whether variables of a method are one, are assigned as one somewhere, or are what it is given as one."""
+        if "" in names or len({*names}) == 1:
+            return "" not in names
+        assigned = (node.targets for node in ast.walk(tree) if isinstance(node, ast.Assign))
+        if any({*names} <= {getattr(each, "id", "") for each in targets} for targets in assigned):
+            return True
+        given = {each.arg for each in positional_parameters(tree)}
+        return bool(self.path) and {*names} <= given and Caller(self.modules, self.path).same(tuple(names))
 
     def uses_as_modules(self, group: tuple[str, ...]) -> str:
         """Which children of the module it uses as modules of their own, "" if none."""

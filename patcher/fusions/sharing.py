@@ -12,7 +12,7 @@ import ast
 import hashlib
 import threading
 import weakref
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,20 +109,23 @@ def called_with(cls: type[nn.Module], names: Iterable[str]) -> list[tuple[str, .
 
 @dataclass(frozen=True, eq=False)
 class _Answer:
-    """What was found out about modules of a class, as long as all that was looked at is what it was."""
+    """What was found out about modules of a class, as long as all that was looked at is what it was.
+
+    Attributes:
+        constants: the attributes of the module, and of the one around it, whose values were used.
+    """
 
     key: Any
     looks: tuple[Any, ...]
-    constants: tuple[tuple[str, Any], ...]
+    constants: tuple[Mapping[str, Any], Mapping[str, Any]]
     forms: tuple[Form, ...]
     reason: str
 
-    def holds_for(self, module: nn.Module, key: Any) -> bool:
-        return (
-            self.key == key
-            and all(vars(module).get(name) == value for name, value in self.constants)
-            and still_found(self.looks)
-        )
+    def holds_for(self, module: nn.Module, key: Any, caller: Caller | None) -> bool:
+        modules = (module, caller.module if caller is not None else None)
+        used = ((vars(owner).get(name), value) for owner, each in zip(modules, self.constants, strict=True)
+                for name, value in each.items())  # fmt: skip
+        return self.key == key and all(now == value for now, value in used) and still_found(self.looks)
 
 
 _lock = threading.RLock()
@@ -142,7 +145,7 @@ def forms_of(module: nn.Module, group: tuple[str, ...], caller: Caller | None) -
     key = group, _structure(module, group), caller.classes if caller is not None else None
     with _lock:
         known = _answers.setdefault(cls, []) if is_importable(cls) else []
-        answer = next((each for each in known if each.holds_for(module, key)), None)
+        answer = next((each for each in known if each.holds_for(module, key, caller)), None)
         if answer is None:
             answer = _answered(module, group, caller, key)
             known[:] = [each for each in known if each.key != key or still_found(each.looks)]
@@ -163,7 +166,8 @@ def _answered(module: nn.Module, group: tuple[str, ...], caller: Caller | None, 
         reason = str(error)
     finally:
         noted = looks.end()
-    return _Answer(key, noted, tuple(constants.items()), forms, reason)
+    around = caller.constants if caller is not None else {}
+    return _Answer(key, noted, (constants, around), forms, reason)
 
 
 def _structure(module: nn.Module | None, group: Iterable[str] = ()) -> Any:
@@ -241,7 +245,7 @@ class _Calls:
         body = Body(method, module)
         body.constants = constants
         self._ruled_out: list[tuple[str, ast.AST]] = []
-        self._reached = dict.fromkeys(self._branches_that_run(body))
+        self._reached = dict.fromkeys(body.reached(self._ruled_out))
         self.calls = [call for call in called_parts(method.node, group) if call in self._reached]
         self.are_all_called = {_name(call) for call in self.calls} == {*group}
 
@@ -342,29 +346,6 @@ class _Calls:
 
     # --- which branches run ------------------------------------------------------------------------------------------
 
-    def _branches_that_run(self, body: Body) -> Iterator[ast.AST]:
-        """The nodes of the method without the branches that what the module says of itself rules out."""
-        pending: list[ast.AST] = [self.method.node]
-        while pending:
-            node = pending.pop()
-            yield node
-            children = list(ast.iter_child_nodes(node))
-            if isinstance(node, ast.If | ast.IfExp):
-                try:
-                    holds = body.flag(node.test)
-                except Exception:  # it is of something else as well
-                    pending += children
-                    continue
-                text = ast.unparse(node.test)
-                text = text if holds else f"not ({text})"
-                chosen, others = (
-                    each if isinstance(each, list) else [each]
-                    for each in ((node.body, node.orelse) if holds else (node.orelse, node.body))
-                )
-                self._ruled_out += [(text, each) for each in others]
-                children = [node.test, *chosen]
-            pending += children
-
     def _matters(self, branch: ast.AST, roots: set[str]) -> bool:
         """Whether it would make a difference if a branch ran after all."""
         first, last = positions(self.calls[0]), positions(self.calls[-1])
@@ -421,6 +402,8 @@ class _Calls:
         is_equal = len(given) == len(self.group) and all(each == first for each in others)
         if is_equal and all(len(roots) == 1 for roots in first):
             return every
+        if not passed and not every <= {*parameters_of(node)} and (one := self._one_in_a_branch()):
+            return one
         if self.caller is not None and every <= set(parameters_of(node)) and self.caller.same(tuple(sorted(every))):
             return every
         if passed:
@@ -432,6 +415,14 @@ class _Calls:
             for name, several in given.items()
         )
         raise NotUnderstoodError(f"they are given different variables: {texts}", self.calls[0].lineno)
+
+    def _one_in_a_branch(self) -> set[str]:
+        """The variables that each projection is given in one of the branches."""
+        given: dict[tuple[str, ast.AST], set[str]] = {}
+        for call in self.calls:
+            block = self.around[self._statement(call)]
+            given.setdefault((_argument(call).id, block), set()).add(_name(call))
+        return {name for (name, _), called in given.items() if called == {*self.group}}
 
     def _roots(self, call: ast.Call) -> set[str]:
         """The variables whose value its argument may be: that itself, or those that are assigned to it as they are.

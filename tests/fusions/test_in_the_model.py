@@ -53,6 +53,7 @@ class Model(PreTrainedModel):
         super().__init__(config)
         self.attn = Attention()
         self.second = nn.Identity()
+        self.by_itself = True
         CHANGE
         self.post_init()
 
@@ -167,6 +168,15 @@ CALLED = {
     ("Three", "return self.attn(x * 2, x * 2, x * 2)"): "nothing shows that key, query, value are one tensor",
     ("Three", "return list(self.children())[0](x, x, x)"): "nothing shows that key, query, value are one tensor",
     ("Attention", "return self.attn(x, other=y)"): None,
+    # Of branches the one that runs, by what the parent says of itself.
+    ("Three", "if self.by_itself:\n    return self.attn(x, x, x)\nreturn self.attn(x, y, y)"): "nothing shows that",
+    ("Three", "if self.by_itself:\n    return self.attn(x, x, x)\nelse:\n    return self.attn(x, y, y)"): None,
+    ("Three", "if not self.by_itself:\n    return self.attn(x, x, x)\nelse:\n    return self.attn(x, y, y)"): (
+        "nothing shows that"
+    ),
+    # One value that has three names, here and further around.
+    ("Three", "query = key = value = x\nreturn self.attn(query, key, value)"): None,
+    ("Three", "query = key = x\nvalue = y\nreturn self.attn(query, key, value)"): "nothing shows that",
 }
 
 
@@ -179,6 +189,41 @@ def test_how_a_parent_calls_a_module_decides(name: str, body: str, tmp_path: Pat
         assert list(found.matches) == ["attn"]
     else:
         assert re.match(reason, found.refused["attn"]), found.refused
+
+
+def test_each_module_is_decided_by_its_own_parent(tmp_path: Path) -> None:
+    """As in SAM, whose first layer has no positions: what was found out about one class holds where parents differ."""
+    model = model_of(
+        tmp_path,
+        "class Parent(nn.Module):\n"
+        "            def __init__(self, flag):\n"
+        "                super().__init__()\n"
+        "                self.flag, self.attn = flag, Three()\n"
+        "            def forward(self, x, y):\n"
+        "                return self.attn(x, x, x) if self.flag else self.attn(x, x, y)\n"
+        "        globals()['Parent'] = Parent\n"
+        "        self.parents = nn.ModuleList([Parent(True), Parent(False), Parent(True)])",
+    )
+    found = discover(QKV(), model)
+    assert list(found.matches) == ["attn", "parents.0.attn", "parents.2.attn"]
+
+
+def test_what_is_one_further_around_is_one_here(tmp_path: Path) -> None:
+    """As in Funnel: a layer hands on what it is given, in a list of lists."""
+    model = model_of(
+        tmp_path,
+        "class Layer(nn.Module):\n"
+        "            def __init__(self):\n"
+        "                super().__init__()\n"
+        "                self.attn = Three()\n"
+        "            def forward(self, query, key, value):\n"
+        "                return self.attn(query, key, value)\n"
+        "        globals()['Layer'] = Layer\n"
+        "        self.blocks = nn.ModuleList([nn.ModuleList([Layer()])])",
+        "for block in self.blocks:\n    for number, layer in enumerate(block):\n"
+        "        query = key = value = x\n        x = layer(query, key, value)\nreturn self.attn(x)",
+    )
+    assert list(discover(QKV(), model).matches) == ["attn", "blocks.0.0.attn"]
 
 
 def test_keys_and_values_of_one_argument_need_no_queries_of_it(tmp_path: Path) -> None:
