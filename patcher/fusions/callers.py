@@ -12,7 +12,7 @@ from torch import nn
 
 from patcher.fusions.methods import readable, trees_of
 from patcher.fusions.purity import Body
-from patcher.source.call_sites import calls_of_child, none_by_default, positional_parameters
+from patcher.source.call_sites import calls_of_child, none_by_default
 
 #: What a part of a joined projection still has.
 HELD = frozenset({"weight", "bias", "in_features", "out_features"})
@@ -75,21 +75,12 @@ class Caller:
         return bool(calls) and is_shown and not self.passes(parameter)
 
     def same(self, parameters: tuple[str, ...]) -> bool:
-        """Whether each call passes one value for all of these parameters, and there is a call."""
-        calls = [
-            ([getattr(given.get(each), "id", "") for each in parameters], tree) for given, _, tree in self.calls()
-        ]
-        return bool(calls) and all(self._are_one(names, tree) for names, tree in calls)
-
-    def _are_one(self, names: list[str], tree: ast.FunctionDef) -> bool:
-        """Whether variables of a method are one, are assigned as one somewhere, or are what it is given as one."""
-        if "" in names or len({*names}) == 1:
-            return "" not in names
-        assigned = (node.targets for node in ast.walk(tree) if isinstance(node, ast.Assign))
-        if any({*names} <= {getattr(each, "id", "") for each in targets} for targets in assigned):
-            return True
-        given = {each.arg for each in positional_parameters(tree)}
-        return bool(self.path) and {*names} <= given and Caller(self.modules, self.path).same(tuple(names))
+        """Whether each call passes one variable for all of these parameters, and there is a call."""
+        passed = [[given.get(each) for each in parameters] for given, _, _ in self.calls()]
+        return bool(passed) and all(
+            isinstance(first, ast.Name) and all(isinstance(each, ast.Name) and each.id == first.id for each in rest)
+            for first, *rest in passed
+        )
 
     def uses_as_modules(self, group: tuple[str, ...]) -> str:
         """Which children of the module it uses as modules of their own, "" if none."""

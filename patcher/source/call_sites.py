@@ -42,17 +42,16 @@ def calls_of_child(function: Function, name: str, listed: bool) -> list[ast.Call
 
 
 def _elements(function: Function, name: str) -> set[str]:
-    """The variables that hold an element of `self.name`, a list of layers or of lists of them."""
+    """The variables that hold an element of `self.name`, a list of layers, one after the other or by number."""
     found: set[str] = set()
-    for node in ast.walk(function):  # a loop comes before those inside of it
+    for node in ast.walk(function):
         if isinstance(node, ast.For | ast.comprehension):
             target, source = node.target, node.iter
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript):
             target, source = node.targets[0], node.value
         else:
             continue
-        inner = list(ast.walk(source))
-        if any(getattr(child, "attr", "") == name or getattr(child, "id", "") in found for child in inner):
+        if any(isinstance(child, ast.Attribute) and child.attr == name for child in ast.walk(source)):
             found |= {child.id for child in ast.walk(target) if isinstance(child, ast.Name)}
     return found
 
