@@ -121,38 +121,53 @@ class _Answer:
     forms: tuple[Form, ...]
     reason: str
 
-    def holds_for(self, module: nn.Module, key: Any, caller: Caller | None) -> bool:
+    def is_about(self, module: nn.Module, key: Any, caller: Caller | None) -> bool:
         modules = (module, caller.module if caller is not None else None)
         used = ((vars(owner).get(name), value) for owner, each in zip(modules, self.constants, strict=True)
                 for name, value in each.items())  # fmt: skip
-        return self.key == key and all(now == value for now, value in used) and still_found(self.looks)
+        return self.key == key and all(now == value for now, value in used)
 
 
 _lock = threading.RLock()
 _answers: weakref.WeakKeyDictionary[type[nn.Module], list[_Answer]] = weakref.WeakKeyDictionary()
 
 
+#: A module, the projections that it is about, and the module around it, where that is known.
+Asked = tuple[nn.Module, tuple[str, ...], Caller | None]
+
+
 def forms_of(module: nn.Module, group: tuple[str, ...], caller: Caller | None) -> tuple[Form, ...]:
     """How the methods of a module are rewritten that call several of its projections.
-
-    Args:
-        caller: the module around it, where that is known.
 
     Raises:
         NotUnderstoodError: why they can't be, with the line.
     """
-    cls = type(module)
-    key = group, _structure(module, group), caller.classes if caller is not None else None
+    found = forms_of_all({"": (module, group, caller)})[""]
+    if isinstance(found, str):
+        raise NotUnderstoodError(found)
+    return found
+
+
+def forms_of_all(modules: Mapping[str, Asked]) -> dict[str, tuple[Form, ...] | str]:
+    """The same for many modules by their paths, or why they can't be: what is alike is looked at once."""
+    around = {path: caller.classes if caller is not None else None for path, (_, _, caller) in modules.items()}
+    kept = {cls: is_importable(cls) for cls in {type(module) for module, _, _ in modules.values()}}
+    result: dict[str, tuple[Form, ...] | str] = {}
+    here: dict[type[nn.Module], list[_Answer]] = {}
+    holding: list[_Answer] = []
     with _lock:
-        known = _answers.setdefault(cls, []) if is_importable(cls) else []
-        answer = next((each for each in known if each.holds_for(module, key, caller)), None)
-        if answer is None:
-            answer = _answered(module, group, caller, key)
-            known[:] = [each for each in known if each.key != key or still_found(each.looks)]
-            known.append(answer)
-    if answer.reason:
-        raise NotUnderstoodError(answer.reason)
-    return answer.forms
+        for path, (module, group, caller) in modules.items():
+            cls, key = type(module), (group, _structure(module, group), around[path])
+            known = (_answers if kept[cls] else here).setdefault(cls, [])
+            alike = (each for each in known if each.is_about(module, key, caller))
+            answer = next((each for each in alike if each in holding or still_found(each.looks)), None)
+            if answer is None:
+                answer = _answered(module, group, caller, key)
+                known[:] = [each for each in known if each.key != key or still_found(each.looks)]
+                known.append(answer)
+            holding.append(answer)
+            result[path] = answer.reason or answer.forms
+    return result
 
 
 def _answered(module: nn.Module, group: tuple[str, ...], caller: Caller | None, key: Any) -> _Answer:

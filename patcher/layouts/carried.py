@@ -234,15 +234,6 @@ def fused_weights(module: nn.Module) -> ModuleLayouts | None:
     return found if found is not None and found.layouts else None
 
 
-def holding(module: Any, name: str) -> tuple[str, ...]:
-    """The parameters that hold what a fused module had under a name; none where the name is its own."""
-    carried = carried_by(module)
-    for layout in carried.layouts if carried is not None else ():
-        if any(stock.partition(".")[0] == name for stock in layout.stock):
-            return () if any(fused.partition(".")[0] == name for fused in layout.fused) else layout.fused
-    return ()
-
-
 def fused_modules(model: nn.Module) -> list[Carrier]:
     """The fused modules of a model."""
     return [each for each in carriers(model) if each.carried.layouts]
