@@ -210,7 +210,7 @@ def verify(
     After a failure `guilty` is the member of the patcher (a key, a fusion, a conversion) that fails alone, or without
     which the others pass. Where `outputs` fails, the stages that compute the same in another way aren't checked.
 
-    A model of fewer than 17 million parameters is computed by one thread, others by no more than there are
+    A model of fewer than 268 million parameters is computed by one thread, others by no more than there are
     processors; afterwards torch has as many threads as before.
 
     Tolerances are relative to the magnitude of stock's outputs. In float32 1e-5, about a hundred roundings (6e-8
