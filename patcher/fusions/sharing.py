@@ -263,6 +263,8 @@ class _Calls:
         self._reached = dict.fromkeys(body.reached(self._ruled_out))
         self.calls = [call for call in called_parts(method.node, group) if call in self._reached]
         self.are_all_called = {_name(call) for call in self.calls} == {*group}
+        #: those that calls are in, which run again
+        self.loops = {each for call in self.calls for each in self._ancestors(call) if isinstance(each, _LOOPS)}
 
     def form(self) -> Form:
         for call in self.calls:
@@ -304,8 +306,7 @@ class _Calls:
 
     def _nodes_before(self) -> list[ast.AST]:
         """What may run before the last call: only that decides what variables are between the calls."""
-        loops = [each for call in self.calls for each in self._ancestors(call) if isinstance(each, _LOOPS)]
-        end = max(positions(each)[1] for each in (self.calls[-1], *loops))
+        end = max(positions(each)[1] for each in (self.calls[-1], *self.loops))
         return [node for node in self._reached if not hasattr(node, "end_lineno") or positions(node)[0] <= end]
 
     def _known_for(self, region: list[ast.AST]) -> list[str]:
@@ -315,9 +316,8 @@ class _Calls:
             NotUnderstoodError: something may write there, whatever they are.
         """
         tensors = self._given()
-        is_again = any(isinstance(each, _LOOPS) for call in self.calls for each in self._ancestors(call))
         known: Any = {"tensors": tensors, "parts": self.group, "runs": self._before}
-        known["since"] = None if is_again else positions(self.calls[0])[1]
+        known["since"] = None if self.loops else positions(self.calls[0])[1]
 
         def check_with(values: Iterable[str]) -> None:
             check(Body(self.method, self.module, values, **known), region)
@@ -356,8 +356,7 @@ class _Calls:
 
     def _is_again(self, node: ast.AST) -> bool:
         """Whether a statement is in a loop that has calls, but isn't the one that computes the first."""
-        loops = [each for each in self._ancestors(node) if isinstance(each, _LOOPS)]
-        return any(each in self._ancestors(call) for each in loops for call in self.calls)
+        return not self.loops.isdisjoint(self._ancestors(node))
 
     # --- which branches run ------------------------------------------------------------------------------------------
 
@@ -472,10 +471,8 @@ class _Calls:
         first, last = self.calls[0], self.calls[-1]
         start, end = positions(first)[1], positions(last)[1]
         again = set(self._ancestors(first)) if is_split else set()
-        for call in self.calls:
-            for node in self._ancestors(call):
-                if isinstance(node, _LOOPS) and node not in again:
-                    start, end = min(start, positions(node)[0]), max(end, positions(node)[1])
+        for loop in self.loops - again:
+            start, end = min(start, positions(loop)[0]), max(end, positions(loop)[1])
         containing = set(self._ancestors(last))
         placed = [node for node in self._reached if node is not self.method.node and hasattr(node, "end_lineno")]
         for node in sorted(placed, key=_outer_first):
