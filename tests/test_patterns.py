@@ -50,7 +50,7 @@ def test_a_pattern_means(pattern: str, means: list[str], not_this: list[str]) ->
     [
         (3, r"3 \(int\) isn't a path of a module; write for instance 'model\.layers\.\{0\.\.3\}\.mlp'"),
         ("", r"the empty path is ambiguous; write '\(root\)' for the model itself, '\*\*' for all"),
-        ("a..b", r"'a\.\.b' isn't a path of modules, .*: '' in it has no meaning\. Write names with one dot"),
+        ("a..b", r"'a\.\.b' isn't a path of modules, .*: 'a\.\.b' in it has no meaning\. Write names with one dot"),
         ("a.", "'' in it has no meaning"),
         (r"\.mlp$", r"nor is it a regular expression: '\\\\' in it has no meaning"),
         ("layers.(0|1)", r"'\(0\|1\)' in it has no meaning"),

@@ -17,7 +17,7 @@ from patcher.compat.conversions import copy_transform, dot_natural_key, source_p
 from patcher.compat.models import state_tensors, stock_class
 from patcher.construction.construction import Construction
 from patcher.construction.in_force import LAYOUT, InForce, Key, Outcome, Unused
-from patcher.errors import InvalidPatcherError, PatchedWeightsError, PatcherError, UnmatchedPatchError, warn
+from patcher.errors import InvalidPatcherError, PatchedWeightsError, PatcherError, UnmatchedPatchError, nearest, warn
 from patcher.expressions import cut, search
 from patcher.functions.models import NO_FUNCTIONS, Functions
 from patcher.fusions.base import Fusion
@@ -25,7 +25,7 @@ from patcher.fusions.families import fusion_named
 from patcher.layouts.selection import converts
 from patcher.layouts.transforms import conversions_of, describe, identity
 from patcher.loading.routes import Routing
-from patcher.patterns import compress, is_expression, matches_path, nearest, nearest_paths
+from patcher.patterns import compress, is_expression, matches_path, nearest_paths
 from patcher.resolution.resolution import NO_CHANGE, Resolution
 from patcher.spec.like import Like
 from patcher.spec.validation import MODULE_MAPPINGS

@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from patcher.compat.modeling_code import home_of
-from patcher.errors import InvalidPatcherError, PatchConflictError
+from patcher.errors import InvalidPatcherError
+from patcher.patterns import agreed
 from patcher.source.alike import candidates, difference, without_kernel
 
 PREFIX = "like:"
@@ -140,11 +141,4 @@ def find_like(thing: Any, mapping: Mapping[str, Any], alike: Iterable[Like] | No
         PatchConflictError: two keys mean it, and their replacements differ.
     """
     found = likes_of(thing, mapping) if alike is None else [key for key in alike if key in mapping]
-    for key in found[1:]:
-        if mapping[key] is not mapping[found[0]]:
-            replacements = " and ".join(getattr(mapping[each], "__qualname__", "?") for each in (found[0], key))
-            raise PatchConflictError(
-                f"{found[0]!r} and {key!r} both mean {thing.__qualname__}, and they have different replacements, "
-                f"{replacements}. Take one away, or add the exact name, which wins: {thing.__name__!r}: ..."
-            )
-    return found[0] if found else None
+    return agreed(found, mapping, thing.__qualname__, thing.__name__)

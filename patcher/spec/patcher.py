@@ -17,12 +17,12 @@ from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import copy_transform, source_patterns, target_patterns
 from patcher.display.parts import Table
-from patcher.errors import InvalidPatcherError, NoSuchNameError, PatchConflictError
+from patcher.errors import InvalidPatcherError, NoSuchNameError, PatchConflictError, did_you_mean
 from patcher.expressions import cut
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusions_configured
 from patcher.layouts.transforms import identity
-from patcher.patterns import did_you_mean, find_key
+from patcher.patterns import find_key
 from patcher.spec import files, serialization as serializing
 from patcher.spec.validation import FIELDS, MAPPINGS, groups_of
 

@@ -12,12 +12,12 @@ from torch import nn
 from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import copy_transform, source_patterns
-from patcher.errors import InvalidPatcherError, PatchConflictError
+from patcher.errors import InvalidPatcherError, PatchConflictError, did_you_mean
 from patcher.expressions import check_number, checked_expression
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import shortest
 from patcher.layouts.transforms import describe, identity
-from patcher.patterns import ROOT, check_path, did_you_mean, is_expression
+from patcher.patterns import ROOT, check_path, is_expression
 from patcher.spec.forward_of import ForwardOf
 from patcher.spec.like import PREFIX, Like, like
 

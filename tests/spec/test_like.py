@@ -368,7 +368,7 @@ def test_precedence() -> None:
     model = built(MistralConfig, Patcher({key: Doubled}, module_mapping={"model.norm": Tripled}))
     assert type(model.model.norm) is Tripled
     assert type(model.model.layers[0].input_layernorm) is Doubled
-    with pytest.raises(PatchConflictError, match="both mean MistralRMSNorm"):
+    with pytest.raises(PatchConflictError, match="both match MistralRMSNorm"):
         built(MistralConfig, Patcher({key: Doubled, like(MistralRMSNorm): Tripled}))
     both = {key: Doubled, like(MistralRMSNorm): Doubled}
     assert type(built(MistralConfig, Patcher(both)).model.norm) is Doubled

@@ -256,11 +256,11 @@ def what_looks_like_a_path(at: Place) -> Steps:
         assert same(load(at.llama, Patcher(fusions=GateUp(modules=instead))), at.llama)
 
 
-@advice("Narrow one of the expressions, or add the exact name, which wins over expressions: {}: ...")
+@advice("Narrow one of them, or add the exact name, which wins: {}: ...")
 def two_expressions_of_one_class(at: Place) -> Steps:
     both = {"^LlamaML": OwnMLP, "aMLP$": WideMLP}
     said = yield lambda: load(at.llama, Patcher(both))
-    name = written(said, r"over expressions: ('.*'): \.\.\.")
+    name = written(said, r"which wins: ('.*'): \.\.\.")
     assert same(load(at.llama, Patcher({"^LlamaML": OwnMLP, name: OwnMLP})), at.llama)
     with_both = Patcher({**both, name: OwnMLP}, strict=True)
     assert with_both.resolve(LlamaForCausalLM, LlamaConfig(num_hidden_layers=1)).replaced
