@@ -132,18 +132,17 @@ def is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and (text == "0" or text[0] != "0") and len(text) < 20
 
 
-def check_path(pattern: object) -> str:
-    """The pattern, if it is one.
-
-    Raises:
-        InvalidPatcherError: it isn't, and what to write instead.
-    """
+def check_path(what: str, pattern: object) -> str:
+    """The pattern, if it is one; `what` is how the error begins."""
     if not isinstance(pattern, str):
         raise InvalidPatcherError(
-            f"{pattern!r} ({type(pattern).__name__}) isn't a path of a module; write for instance "
+            f"{what}: {pattern!r} ({type(pattern).__name__}) isn't a path of a module; write for instance "
             "'model.layers.{0..3}.mlp'."
         )
-    _segments(pattern)
+    try:
+        _segments(pattern)
+    except InvalidPatcherError as error:
+        raise InvalidPatcherError(f"{what}: {error}") from error
     return pattern
 
 

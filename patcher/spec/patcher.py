@@ -5,26 +5,26 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
-from packaging.specifiers import SpecifierSet
+from huggingface_hub import HfApi
 from torch import nn
 from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import copy_transform, source_patterns, target_patterns
+from patcher.display import page
 from patcher.display.parts import Table
-from patcher.errors import InvalidPatcherError, NoSuchNameError, PatchConflictError, did_you_mean
+from patcher.errors import InvalidPatcherError, NoSuchNameError, did_you_mean
 from patcher.expressions import cut
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusions_configured
 from patcher.layouts.transforms import identity
 from patcher.patterns import find_key
-from patcher.spec import files, serialization as serializing
-from patcher.spec.validation import FIELDS, MAPPINGS, groups_of
+from patcher.spec import serialization as data_of
+from patcher.spec.validation import FIELDS, groups_of, required_groups
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -67,9 +67,9 @@ class Patcher:
     Args:
         class_mapping: class name -> the class to build in its place. A key that is a Python identifier is an exact
             name; any other key is a regular expression, searched in class names. An exact name wins.
-        module_mapping: path -> the class to build in place of the modules there, whatever theirs is, with the
-            arguments of theirs. Paths are those that reports print: `model.layers.{0..3}.mlp`, `*` for one segment,
-            `**` for any number. It wins over the class mapping.
+        module_mapping: path -> the class to build in place of the modules there, with the arguments of theirs. Paths
+            are those that reports print: `model.layers.{0..3}.mlp`, `*` for one segment, `**` for any number. It wins
+            over the class mapping.
         function_mapping: `module:name`, or the bare name of a function that modeling code calls -> what is called in
             its place, by this model only.
         fusions: layout families, by name or as objects of `patcher.fusions.Fusion`. With `modules=` an object is
@@ -85,13 +85,13 @@ class Patcher:
     *Expectations: what a load must do, or raise*
 
     Args:
-        new_weights: expressions; parameters of replaced modules that may be missing in the checkpoint. They keep what
-            their `__init__` gave them. Each is found in the name of something that the model has, or the load raises.
+        new_weights: expressions; parameters of replaced modules that may be missing in the checkpoint, and keep what
+            their `__init__` gave them. Each is found in the name of something that the model has.
         dropped_weights: expressions; checkpoint tensors under replaced modules that may stay unused. Each is found in
-            a key of the checkpoint, where one in the original layout is read, or the load raises.
+            a key of the checkpoint, where one in the original layout is read.
         alternatives: groups of class keys of which a model needs to have only one, such as the names of one class in
-            several architectures. Every key outside of them must match a class, and so must a key that is a group by
-            itself: `a | b` has one for what `a` requires and `b` has among others.
+            several architectures. Every key outside of them must match a class, and so must one that is a group by
+            itself.
         strict: raise when a load doesn't do what the patcher says; otherwise warn.
 
     *Pins, and a name*
@@ -140,11 +140,11 @@ class Patcher:
         alternatives: Iterable[Iterable[str]] = (),
     ) -> None:
         given = locals()
-        vars(self).update({name: kept(name, given[name]) for name, kept in FIELDS.items()})
+        vars(self).update({name: checked(name, given[name]) for name, (checked, _) in FIELDS.items()})
         vars(self)["alternatives"] = groups_of(self.class_mapping, self.alternatives)
         for name in self.fingerprints:  # names of classes that there are: two expressions must not both match one
             find_key(name, self.class_mapping)
-        key = tuple(_comparable(name, value) for name, value in vars(self).items())
+        key = tuple(map(_comparable, vars(self).values()))
         # At once: a cache that is filled later takes a lock, which a fork may inherit.
         vars(self).update(_key=key, _hash=hash(key))
 
@@ -181,26 +181,17 @@ class Patcher:
         values = ((name, getattr(self, name), parameter.default) for name, parameter in _PARAMETERS.items())
         return {name: value for name, value, default in values if value != default}
 
-    def _required(self) -> list[str]:
-        """The class keys that a model must have, whatever else it has."""
-        grouped = {key for group in self.alternatives for key in group}
-        return [key for key in self.class_mapping if key not in grouped or (key,) in self.alternatives]
-
     def __repr__(self) -> str:
         return f"Patcher({', '.join(f'{name}={_argument_repr(value)}' for name, value in self._given().items())})"
 
     def _repr_html_(self) -> str:
         """What Jupyter shows: a row for each argument, or for each of its items; pins are folded."""
-        from patcher.display import page
-
         given = self._given()
-        pins = [(key, _argument_repr(value)) for key, value in given.pop("fingerprints", {}).items()]
+        pins = [(key, ", ".join(value)) for key, value in given.pop("fingerprints", {}).items()]
         rows: list[tuple[str, ...]] = []
         for name, value in given.items():
-            if isinstance(value, Mapping):
-                rows += [(name, key, _item_repr(item)) for key, item in value.items()]
-            else:
-                rows += [(name, "", _item_repr(item)) for item in (value if isinstance(value, tuple) else (value,))]
+            items = value.items() if isinstance(value, Mapping) else [("", each) for each in _several(value)]
+            rows += [(name, key, _item_repr(item)) for key, item in items]
         parts = [Table("", ("", "", "is"), rows), Table("Pinned code", ("class", "fingerprint"), pins, is_long=True)]
         return page.rendered(f"Patcher: {self.name}".removesuffix(": "), None, parts)
 
@@ -229,28 +220,10 @@ class Patcher:
         """
         if not isinstance(other, Patcher):
             return NotImplemented
-        for field in MAPPINGS:
-            mapping, others = getattr(self, field), getattr(other, field)
-            for key in (key for key in mapping if others.get(key, mapping[key]) is not mapping[key]):
-                raise PatchConflictError(
-                    f"Both patchers replace {key!r}, by {_item_repr(mapping[key])} and by {_item_repr(others[key])}. "
-                    f"Combine after taking one away: patcher.replace({field}={{...}})."
-                )
-        joined: dict[str, Any] = {field: {**getattr(self, field), **getattr(other, field)} for field in MAPPINGS}
-        for name in (name for name, parameter in _PARAMETERS.items() if parameter.default == ()):
-            joined[name] = (*getattr(self, name), *getattr(other, name))  # the constructor drops what is there twice
+        joined = {name: join(name, getattr(self, name), getattr(other, name)) for name, (_, join) in FIELDS.items()}
         # What one requires a group of the other doesn't excuse.
-        joined["alternatives"] += tuple((key,) for each in (self, other) for key in each._required())
-        return Patcher(
-            **joined,
-            strict=self.strict or other.strict,
-            name=" | ".join(dict.fromkeys(filter(None, (self.name, other.name)))),
-            transformers=str(SpecifierSet(self.transformers) & SpecifierSet(other.transformers)),
-            fingerprints={
-                name: [*self.fingerprints.get(name, ()), *other.fingerprints.get(name, ())]
-                for name in {**self.fingerprints, **other.fingerprints}
-            },
-        )
+        groups = [required_groups(each.class_mapping, each.alternatives) for each in (self, other)]
+        return Patcher(**joined | {"alternatives": [*groups[0], *groups[1]]})
 
     @classmethod
     def from_fusion_config(cls, config: Mapping[str, Any]) -> Patcher:
@@ -284,12 +257,10 @@ class Patcher:
             InvalidPatcherError: something of it has no name: a class that can't be imported, a fusion of your own, or
                 a conversion, which a class may carry instead.
         """
-        return serializing.to_dict(self._given())
+        return data_of.to_dict(self._given())
 
     @classmethod
-    def from_dict(
-        cls, data: Mapping[str, Any], allowed: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] = ()
-    ) -> Patcher:
+    def from_dict(cls, data: Mapping[str, Any], allowed: data_of.Allowed = ()) -> Patcher:
         """The patcher that `to_dict` has written, from data that anyone may have written.
 
         >>> Patcher.from_dict({"schema": 1, "fusions": ["qkv"]})
@@ -301,10 +272,9 @@ class Patcher:
                 imported.
 
         Raises:
-            InvalidPatcherError: a schema, key, name or type that isn't known, or a class or function that isn't
-                allowed.
+            InvalidPatcherError: a schema, key, name or type that isn't known, or a class that isn't allowed.
         """
-        return serializing.from_dict(cls, data, allowed)
+        return cls(**data_of.arguments_of(data, allowed))
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write the data of `to_dict` into a folder, as `patcher.json`.
@@ -313,19 +283,11 @@ class Patcher:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     print(Patcher(fusions="qkv").save(folder).name, Patcher.load(folder))
         patcher.json Patcher(fusions=['qkv'])
-
-        Raises:
-            InvalidPatcherError: as in `to_dict`.
         """
-        return files.write(self.to_dict(), folder)
+        return data_of.write(self.to_dict(), folder)
 
     @classmethod
-    def load(
-        cls,
-        folder_or_repo: str | os.PathLike[str],
-        allowed: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] = (),
-        **places: Any,
-    ) -> Patcher:
+    def load(cls, folder_or_repo: str | os.PathLike[str], allowed: data_of.Allowed = (), **places: Any) -> Patcher:
         """The patcher that `save` has written into a folder, or `push_to_hub` into a repo on the hub.
 
         >>> import tempfile
@@ -343,23 +305,25 @@ class Patcher:
         Raises:
             InvalidPatcherError: there is no such file, or as in `from_dict`.
         """
-        return cls.from_dict(files.read(folder_or_repo, places), allowed)
+        return cls.from_dict(data_of.read(folder_or_repo, places), allowed)
 
-    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+    def push_to_hub(
+        self, repo_id: str, *, token: str | bool | None = None, private: bool | None = None, **options: Any
+    ) -> str:
         """Put the patcher into a repo on the hub, as `patcher.json`: `patcher.push_to_hub("me/my-patcher")`.
 
         Args:
             repo_id: the repo, which is made if there is none.
-            options: `token`, `private`, `revision`, `commit_message`.
+            options: `revision`, `commit_message`, and what else `HfApi.upload_file` takes.
 
         Returns:
             The address of the commit.
-
-        Raises:
-            InvalidPatcherError: as in `to_dict`, before anything is sent.
         """
-        with tempfile.TemporaryDirectory() as folder:
-            return files.push(self.save(folder), repo_id, **options)
+        text = data_of.text_of(self.to_dict()).encode()  # before anything is sent
+        api = HfApi(token=token)
+        repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        options = {"commit_message": f"Upload {data_of.FILE_NAME}"} | options
+        return str(api.upload_file(path_or_fileobj=text, path_in_repo=data_of.FILE_NAME, repo_id=repo, **options))
 
     def applied(self) -> AbstractContextManager[Patcher]:
         """Patch what is built inside the block, in this thread or asyncio task only.
@@ -428,18 +392,19 @@ class Patcher:
         return resolve(self, model_class, config)
 
 
-def _comparable(name: str, value: Any) -> Any:
-    """What decides whether two patchers have the same value of a parameter."""
-    if name == "transformers":
-        return SpecifierSet(value)
-    if name == "extra_weight_conversions":
-        return tuple(map(identity, value))
-    if name == "alternatives":
-        return frozenset(value)
-    return frozenset(value.items()) if isinstance(value, Mapping) else value
-
-
 _PARAMETERS = inspect.signature(Patcher).parameters
+
+
+def _comparable(value: Any) -> Any:
+    """What decides whether two patchers have the same value of a parameter."""
+    if isinstance(value, Mapping):
+        return frozenset(value.items())
+    is_transforms = isinstance(value, tuple) and value and isinstance(value[0], WeightTransform)
+    return tuple(map(identity, value)) if is_transforms else value
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _argument_repr(value: Any) -> str:

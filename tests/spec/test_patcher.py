@@ -158,7 +158,7 @@ def test_repr_reads_like_the_call() -> None:
             r"an expression, or like\(\.\.\.\), found .*; write 'One'",
         ),
         ({"class_mapping": {"": Two}}, r"a key is the name of a class"),
-        ({"class_mapping": [("A", One)]}, "class_mapping must map class names to classes"),
+        ({"class_mapping": [("A", One)]}, "class_mapping must be a mapping, found"),
         (
             {"class_mapping": {"Llama(": One}},
             r"class_mapping key 'Llama\(' isn't a regular expression: .* write 'Llama\\\\\('",
@@ -181,7 +181,7 @@ def test_repr_reads_like_the_call() -> None:
         ({"name": 3}, r"name must be a str, found 3 \(int\)"),
         ({"transformers": "five"}, "transformers='five' isn't a version specifier; write for instance"),
         ({"fingerprints": {"A": []}}, r"fingerprints\['A'\] must be a text or several, found \[\]"),
-        ({"fingerprints": "ab"}, "fingerprints must map names to fingerprints"),
+        ({"fingerprints": "ab"}, "fingerprints must be a mapping"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -77,7 +77,7 @@ def a_changed_attribute(at: Place) -> Steps:
     assert not written(said.replace("...", "False"), "use (.*) for", patcher=OWN).strict
 
 
-@advice("Both patchers replace {}, by {} and by {}. Combine after taking one away: ")
+@advice("Both patchers replace {}, by {}. Combine after taking one away: ")
 def two_replacements_of_one_class(at: Place) -> Steps:
     other = Patcher({"LlamaMLP": WideMLP})
     said = yield lambda: OWN | other
@@ -94,14 +94,14 @@ def a_fusion_config_that_is_none(at: Place) -> Steps:
 # --- arguments -----------------------------------------------------------------------------------------------------
 
 
-@advice("{} must map {}, found {} ({}); write for instance {}.")
+@advice("{} must be a mapping, found {} ({}); write for instance Patcher({}={{}}).")
 def a_name_in_place_of_the_mapping(at: Place) -> Steps:
     for value in ("qkv", ["qkv", "gate_up"], OwnMLP, 3):
         said = yield lambda value=value: Patcher(value)  # type: ignore[arg-type, misc]
         assert same(load(at.llama, written(said, r"write for instance (.*)\.$", MyMLP=OwnMLP)), at.llama)
 
 
-@advice("{} must map {}, found {} ({}); write for instance {}.")
+@advice("{} must be a mapping, found {} ({}); write for instance Patcher({}={{}}).")
 def lists_in_place_of_other_mappings(at: Place) -> Steps:
     for name in ("module_mapping", "function_mapping"):
         said = yield lambda name=name: Patcher(**{name: 3})  # type: ignore[arg-type, misc]
@@ -229,7 +229,7 @@ def no_paths(at: Place) -> Steps:
     assert same(load(at.llama, Patcher(fusions=QKV())), at.llama)
 
 
-@advice("{} ({}) isn't a path of a module; write for instance 'model.layers.{0..3}.mlp'.")
+@advice("{}: {} ({}) isn't a path of a module; write for instance 'model.layers.{0..3}.mlp'.")
 def no_text_as_a_path(at: Place) -> Steps:
     said = yield lambda: GateUp(modules=[3])  # type: ignore[list-item]
     path = written(said, "for instance ('.*?')").replace("0..3", "0..1")
