@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FunctionType, MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Never, NoReturn, TypeVar, cast
 
 from huggingface_hub import HfApi
 from torch import nn
@@ -33,20 +33,8 @@ if TYPE_CHECKING:
 
     from patcher.resolution.resolution import Resolution
 
-Init = TypeVar("Init", bound=Callable[..., None])
 Model = TypeVar("Model", bound="PreTrainedModel")
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-
-def _naming_its_parameters(init: Init) -> Init:
-    @functools.wraps(init)
-    def __init__(self: Any, /, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        for name in (name for name in kwargs if name not in FIELDS):
-            hint = did_you_mean(name, FIELDS, f"it has {', '.join(FIELDS)}.")
-            raise InvalidPatcherError(f"a Patcher has no parameter {cut(name)!r}; {hint}")
-        init(self, *args, **kwargs)
-
-    return __init__  # type: ignore[return-value]
 
 
 class Patcher:
@@ -121,9 +109,9 @@ class Patcher:
     fingerprints: Mapping[str, tuple[str, ...]]
     alternatives: tuple[tuple[str, ...], ...]
 
-    @_naming_its_parameters
     def __init__(
         self,
+        /,
         class_mapping: Mapping[str, type[nn.Module]] = _NOTHING,
         filtered_weight_conversion_patterns: str | Iterable[str] = (),
         extra_weight_conversions: WeightTransform | Iterable[WeightTransform] = (),
@@ -138,7 +126,11 @@ class Patcher:
         transformers: str = "",
         fingerprints: Mapping[str, str | Iterable[str]] = _NOTHING,
         alternatives: Iterable[Iterable[str]] = (),
+        **unknown: Never,
     ) -> None:
+        for name in unknown:
+            hint = did_you_mean(name, FIELDS, f"it has {', '.join(FIELDS)}.")
+            raise InvalidPatcherError(f"a Patcher has no parameter {cut(name)!r}; {hint}")
         given = locals()
         vars(self).update({name: checked(name, given[name]) for name, (checked, _) in FIELDS.items()})
         vars(self)["alternatives"] = groups_of(self.class_mapping, self.alternatives)
@@ -200,9 +192,6 @@ class Patcher:
 
         >>> Patcher(fusions="qkv", name="mine").replace(fusions=("qkv", "gate_up"))
         Patcher(fusions=['qkv', 'gate_up'], name='mine')
-
-        Raises:
-            InvalidPatcherError: a name that isn't a parameter of `Patcher`, or a value that it doesn't take.
         """
         return Patcher(**{**self._given(), **changes})
 
@@ -212,8 +201,7 @@ class Patcher:
         >>> Patcher(fusions="qkv", transformers=">=5.17") | Patcher(fusions="gate_up", transformers="<6")
         Patcher(fusions=['qkv', 'gate_up'], transformers='<6,>=5.17')
 
-        Which classes a model has isn't known here: two expressions with different replacements that match one class
-        raise when that class is built.
+        Two expressions with different replacements that match one class raise when that class is built.
 
         Raises:
             PatchConflictError: they replace one class by different classes, or convert the same tensors.
@@ -236,7 +224,7 @@ class Patcher:
             config: name of a family -> True, False, or a mapping of the family's options.
 
         Raises:
-            InvalidPatcherError: a name or an option that there isn't, or a value of another kind.
+            InvalidPatcherError: a name or an option that there isn't.
         """
         if not isinstance(config, Mapping):
             raise InvalidPatcherError(
@@ -251,11 +239,8 @@ class Patcher:
         >>> Patcher(fusions="qkv", strict=False).to_dict()
         {'schema': 1, 'fusions': ['qkv'], 'strict': False}
 
-        Classes and functions are written as `module:qualname`. `Patcher.from_dict(p.to_dict(), allowed=...) == p`.
-
-        Raises:
-            InvalidPatcherError: something of it has no name: a class that can't be imported, a fusion of your own, or
-                a conversion, which a class may carry instead.
+        Classes and functions are written as `module:qualname`. What has no name is refused: a class that can't be
+        imported, a fusion of your own, or a conversion, which a class may carry instead.
         """
         return data_of.to_dict(self._given())
 
@@ -312,9 +297,7 @@ class Patcher:
     ) -> str:
         """Put the patcher into a repo on the hub, as `patcher.json`: `patcher.push_to_hub("me/my-patcher")`.
 
-        Args:
-            repo_id: the repo, which is made if there is none.
-            options: `revision`, `commit_message`, and what else `HfApi.upload_file` takes.
+        The repo is made if there is none. `options` are those of `HfApi.upload_file`: `revision`, `commit_message`.
 
         Returns:
             The address of the commit.
@@ -335,8 +318,7 @@ class Patcher:
         >>> model.model.layers[0].mlp.gate_up_proj.weight.shape
         torch.Size([192, 64])
 
-        Raises:
-            UnmatchedPatchError: on leaving the block, if a class key replaced nothing in it.
+        A class key that replaced nothing in the block raises `UnmatchedPatchError` at its end.
         """
         from patcher.integrations import install
         from patcher.loading.applying import applied
@@ -358,10 +340,8 @@ class Patcher:
         What the model holds beyond its config stays: hooks, `requires_grad`, ties, edited buffers and attributes,
         added layers. What a module that is replaced would lose is refused, by name.
 
-        The given model stays as it is. Each model has parameters, gradients and buffers of its own; where nothing is
-        converted parameters share storage, so values are the same until one model writes to them in place, as the
-        steps of an optimizer do to what isn't frozen. Of a model that goes on training by itself, give
-        `copy.deepcopy(model)`.
+        The given model stays as it is. Where nothing is converted parameters share storage, until one model writes to
+        them in place, as an optimizer does. Of a model that goes on training by itself, give `copy.deepcopy(model)`.
 
         Raises:
             InvalidPatcherError: the model can't be copied, as one that is quantized, offloaded or split over
@@ -392,7 +372,8 @@ class Patcher:
         return resolve(self, model_class, config)
 
 
-_PARAMETERS = inspect.signature(Patcher).parameters
+_PARAMETERS = {name: each for name, each in inspect.signature(Patcher).parameters.items() if name in FIELDS}
+Patcher.__signature__ = inspect.Signature([*_PARAMETERS.values()])  # type: ignore[attr-defined]
 
 
 def _comparable(value: Any) -> Any:

@@ -84,8 +84,8 @@ def _of_function(field: str, key: Any, function: Any) -> Any:
 
 
 def _of_pin(field: str, key: Any, value: Any) -> tuple[str, ...]:
-    listed = _listed(f"{field}[{key!r}]", value, "a fingerprint", str)
-    if not isinstance(key, str) or not listed or not all(isinstance(item, str) and item for item in listed):
+    listed = _listed(f"{field}[{key!r}]", value, str, "a fingerprint", "write a text")
+    if not isinstance(key, str) or not all(listed or [""]):
         raise InvalidPatcherError(f"{field}[{key!r}] must be a text or several, found {value!r}.")
     return tuple(sorted(set(listed)))
 
@@ -109,48 +109,39 @@ def _replacement(what: str, cls: Any) -> Any:
     return cls
 
 
-def _is_list(values: Any) -> bool:
-    return isinstance(values, Iterable) and not isinstance(values, Mapping | str)
-
-
-def _listed(field: str, values: Any, what: str, *single: type) -> list[Any]:
-    """Several values, or one of a type of which one may be given alone."""
-    if isinstance(values, single):
+def _listed(field: str, values: Any, kind: Any, what: str, instead: str) -> list[Any]:
+    """Several values of a kind; one of them may be given alone."""
+    if isinstance(values, kind):
         return [values]
     if not _is_list(values):
         raise InvalidPatcherError(
             f"{field} takes {what} or a list of them, found {values!r} ({type(values).__name__})."
         )
-    return list(values)
+    listed = list(values)
+    for value in (each for each in listed if not isinstance(each, kind)):
+        raise InvalidPatcherError(f"{field}: {value!r} ({type(value).__name__}) isn't {what}; {instead}.")
+    return listed
 
 
 def _expressions(field: str, values: Any) -> tuple[str, ...]:
-    listed = _listed(field, values, "an expression", str)
+    listed = _listed(field, values, str, "an expression", "write a string")
+    check_number(field, listed)
     for value in listed:
-        if not isinstance(value, str):
-            raise InvalidPatcherError(
-                f"{field}: {value!r} ({type(value).__name__}) isn't an expression; write a string."
-            )
         if not value:
             raise InvalidPatcherError(f"{field}: the empty expression is found everywhere; name what is meant.")
         checked_expression(f"{field}: {value!r}", value)
-    check_number(field, listed)
     return tuple(dict.fromkeys(listed))
 
 
 def _conversions(field: str, values: Any) -> tuple[WeightTransform, ...]:
+    instead = "write a WeightConverter or a WeightRenaming of transformers.core_model_loading"
     taken: dict[tuple[Any, ...], WeightTransform] = {}
     result: dict[Any, WeightTransform] = {}
-    for value in _listed(field, values, "a weight transform", WeightTransform):
-        if not isinstance(value, WeightTransform):
-            raise InvalidPatcherError(
-                f"{field}: {value!r} ({type(value).__name__}) isn't a weight transform; write a WeightConverter or a "
-                "WeightRenaming of transformers.core_model_loading."
-            )
+    for value in _listed(field, values, WeightTransform, "a weight transform", instead):
         checked_expression(f"{field}: {describe(value)}", value.compiled_sources.pattern)
         for pattern in source_patterns(value):
             other = taken.setdefault((value.scope_prefix, value.base_model_prefix, pattern), value)
-            if other is not value and identity(other) != identity(value):
+            if identity(other) != identity(value):
                 raise PatchConflictError(
                     f"Two {field} take the same tensors, {pattern!r}: {describe(other)} and "
                     f"{describe(value)}. Only one can; take one away."
@@ -164,12 +155,13 @@ def _fusions(field: str, values: Any) -> tuple[str | Fusion, ...]:
         raise InvalidPatcherError(
             f"{field} takes no mapping, found {values!r}; write Patcher.from_fusion_config({values!r})."
         )
-    return tuple(dict.fromkeys(map(shortest, _listed(field, values, "a fusion", str, Fusion, type))))
+    instead = "write a name, or an object of a Fusion subclass"
+    return tuple(dict.fromkeys(map(shortest, _listed(field, values, str | Fusion | type, "a fusion", instead))))
 
 
 def _groups(field: str, values: Any) -> Groups:
-    given: list[Any] = list(values) if _is_list(values) else [None]
-    groups = [list(each) if _is_list(each) else [None] for each in given]
+    groups: list[Any] = list(values) if _is_list(values) else [values]
+    groups = [list(each) if _is_list(each) else [None] for each in groups]
     if not all(isinstance(key, str) for each in groups for key in each):
         raise InvalidPatcherError(
             f"{field} takes groups of class keys, found {values!r}; write {field}=[['LlamaMLP', ...]]."
@@ -177,6 +169,10 @@ def _groups(field: str, values: Any) -> Groups:
     if [] in groups:
         raise InvalidPatcherError(f"{field}: a group without class keys matches no model; take it out.")
     return tuple(sorted({tuple(sorted(set(each))) for each in groups}))
+
+
+def _is_list(values: Any) -> bool:
+    return isinstance(values, Iterable) and not isinstance(values, Mapping | str)
 
 
 def _specifier(field: str, value: Any) -> str:

@@ -304,7 +304,7 @@ HOSTILE: list[tuple[str, Any, str]] = [
     ("alternatives key", {"schema": 1, "alternatives": [["A"]]}, "isn't a key of the class_mapping"),
     ("fusion", {"schema": 1, "fusions": ["qkw"]}, "fusions: 'qkw' isn't a fusion; did you mean 'qkv'"),
     ("fusion path", {"schema": 1, "fusions": ["os:system"]}, "'os:system' isn't a fusion"),
-    ("fusion type", {"schema": 1, "fusions": [3]}, "fusions: 3 isn't a fusion"),
+    ("fusion type", {"schema": 1, "fusions": [3]}, r"fusions: 3 \(int\) isn't a fusion"),
     ("fusion without name", {"schema": 1, "fusions": [{"options": {}}]}, "fusions: None isn't a fusion"),
     (
         "fusion key",
