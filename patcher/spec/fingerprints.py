@@ -72,9 +72,7 @@ def check_pins(patcher: Patcher, model_class: type[nn.Module] | None = None) -> 
 
     >>> check_pins(Patcher(fusions="qkv", transformers=">=5.17"))
 
-    Args:
-        model_class: the class of the model that is loaded, see `check_built`. Without it, every class that is
-            imported counts.
+    With the class of a model only what is in its file counts; without, all that is imported.
     """
     check_built(patcher, None if model_class is None else [model_class])
     installed = transformers.__version__
@@ -106,23 +104,25 @@ def check_built(patcher: Patcher, classes: Iterable[type] | None, *, all_there: 
     # A pin of what a `like` key compares with counts whatever model is loaded.
     keys = (*patcher.class_mapping, *patcher.function_mapping)
     homes |= {key.resolve().__module__ for key in keys if isinstance(key, Like)}
-    pinned = _pinned(patcher.fingerprints, homes)
-    problems = {}
-    for (key, _), thing in pinned.items():
-        try:
-            found = fingerprint(thing)
-        except (OSError, SyntaxError) as error:
-            found = f"nothing ({error})"
-        if found not in patcher.fingerprints[key] or (found := _rebound(thing)):
-            problems[f"{thing.__module__}.{thing.__name__}"] = key, f"found {found}"
-    gone = patcher.fingerprints.keys() - {key for key, _ in pinned} if all_there else set()
-    gone -= {cls.__name__ for cls in module_subclasses()} if gone else set()
-    gone -= {name for name, _ in homes_of(gone)}
-    problems |= {key: (key, "and there is no such class or function") for key in gone}
+    pinned = {}
+    for home in homes:
+        names: dict[str, Any] = getattr(sys.modules.get(home), "__dict__", {})
+        # What was made in memory, as code generation does, isn't installed code that can drift.
+        for key in patcher.fingerprints if Path(names.get("__file__") or "").is_file() else ():
+            module, _, name = key.rpartition(":")
+            value = without_kernel(names.get(name))
+            is_class = isinstance(value, type) and value.__module__ == home and not module
+            if is_class or (isinstance(value, FunctionType) and module in ("", home, value.__module__)):
+                pinned[f"{value.__module__}.{value.__name__}", key] = value
+    problems = [(*each, found) for each in pinned if (found := _drifted(patcher.fingerprints[each[1]], pinned[each]))]
+    if all_there and (gone := patcher.fingerprints.keys() - {key for _, key in pinned}):
+        gone -= {cls.__name__ for cls in module_subclasses()}
+        gone -= {name for name, _ in homes_of(gone)}
+        problems += [(key, key, "and there is no such class or function") for key in gone]
     if problems:
         listed = "\n".join(
             f"  {what}: pinned {', '.join(patcher.fingerprints[key])}, {found}"
-            for what, (key, found) in sorted(problems.items())
+            for what, key, found in sorted(problems)
         )
         raise PresetDriftError(
             f"The code that the patcher{f' {patcher.name!r}' if patcher.name else ''} was verified on"
@@ -134,33 +134,22 @@ def check_built(patcher: Patcher, classes: Iterable[type] | None, *, all_there: 
         )
 
 
-def _pinned(keys: Iterable[str], homes: Iterable[str]) -> dict[tuple[str, int], Any]:
-    """What modules have by the names that are pinned."""
-    found: dict[tuple[str, int], Any] = {}
-    for home in homes:
-        names: dict[str, Any] = getattr(sys.modules.get(home), "__dict__", {})
-        # What was made in memory, as code generation does, isn't installed code that can drift.
-        for key in keys if Path(names.get("__file__") or "").is_file() else ():
-            module, _, name = key.rpartition(":")
-            value = without_kernel(names.get(name))
-            is_class = isinstance(value, type) and value.__module__ == home and not module
-            if is_class or (isinstance(value, FunctionType) and module in ("", home, value.__module__)):
-                found[key, id(value)] = value
-    return found
-
-
-def _rebound(pinned: Any) -> str:
-    """Which function of a class isn't that of its source: another tool has put it there, or the file was edited."""
-    functions = vars(pinned).values() if isinstance(pinned, type) else (pinned,)
+def _drifted(pins: Collection[str], pinned: Any) -> str:
+    """What is found in the place of what is pinned: another text, or a function that isn't that of the text."""
+    try:
+        found = fingerprint(pinned)
+    except (OSError, SyntaxError) as error:
+        found = f"nothing ({error})"
+    if found not in pins:
+        return f"found {found}"
+    functions = map(inspect.unwrap, filter(callable, vars(pinned).values() if isinstance(pinned, type) else [pinned]))
     file = inspect.getsourcefile(inspect.unwrap(pinned))
-    for function in (inspect.unwrap(each) for each in functions if callable(each)):
-        if not isinstance(function, FunctionType):
-            continue
+    for function in (each for each in functions if isinstance(each, FunctionType)):
         home = function.__code__.co_filename
         if home != file and not Path(home).is_relative_to(Path(transformers.__file__).parent):
-            return f"{function.__qualname__} of {home} in its place"
+            return f"found {function.__qualname__} of {home} in its place"  # another tool has put it there
         if home == file and (reason := why_not_its_source(function)):
-            return reason
+            return f"found {reason}"
     return ""
 
 

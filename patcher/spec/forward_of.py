@@ -12,7 +12,7 @@ import types
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -41,13 +41,7 @@ class ForwardOf:
         return _made(original, self.layer)
 
 
-class Loads(Protocol):
-    """A repository of the `kernels` package."""
-
-    def load(self) -> type[nn.Module]: ...
-
-
-def forward_of(layer: type[nn.Module] | Loads) -> ForwardOf:
+def forward_of(layer: Any) -> ForwardOf:
     """A replacement that is the original class, with the forward of a layer.
 
     >>> import torch
@@ -65,12 +59,11 @@ def forward_of(layer: type[nn.Module] | Loads) -> ForwardOf:
     `has_backward = False` refuses training, one that says `can_torch_compile = False` refuses `torch.compile`.
 
     Args:
-        layer: a layer, or what loads one, such as `kernels.LayerRepository` or `kernels.LocalLayerRepository`. That
-            is a class of modules with a `forward`, and with nothing else that the forward could need: no `__init__`,
-            no other methods, no `super()`. For what doesn't fit write a replacement class.
+        layer: a class of modules with a `forward`, and nothing else that it could need: no `__init__`, no other
+            methods, no `super()`; or what loads one, as a `LayerRepository` of `kernels` does.
 
     Raises:
-        InvalidPatcherError: the layer is something else.
+        InvalidPatcherError: the layer is something else, for which a replacement class has to be written.
     """
     layer = layer if isinstance(layer, type) or not hasattr(layer, "load") else layer.load()
     if not (isinstance(layer, type) and issubclass(layer, nn.Module)):
@@ -159,6 +152,10 @@ def _guarded(layer: type[nn.Module], who: str) -> Any:
     has_backward, can_compile = (getattr(layer, flag, True) for flag in FLAGS)
     if has_backward and can_compile:
         return forward
+    no_backward = (
+        f"{who} has no backward pass (has_backward = False): it can't train. Call model.eval(), or load the model "
+        "without it."
+    )
 
     def refuse_to_compile() -> None:
         raise RuntimeError(f"{who} can't be compiled (can_torch_compile = False): don't compile the model.")
@@ -173,28 +170,21 @@ def _guarded(layer: type[nn.Module], who: str) -> Any:
         if has_backward or not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
         if self.training:
-            raise _no_backward(who)
+            raise RuntimeError(no_backward)
         inputs = [each for each in (*args, *kwargs.values(), *self.parameters()) if isinstance(each, torch.Tensor)]
-        return cast(Any, _WithoutBackward).apply(who, lambda: forward(self, *args, **kwargs), *inputs)
+        return cast(Any, _WithoutBackward).apply(no_backward, lambda: forward(self, *args, **kwargs), *inputs)
 
     return guarded
-
-
-def _no_backward(who: str) -> RuntimeError:
-    return RuntimeError(
-        f"{who} has no backward pass (has_backward = False): it can't train. Call model.eval(), or load the model "
-        "without it."
-    )
 
 
 class _WithoutBackward(torch.autograd.Function):
     """What is computed without a graph, in a graph: going back through it is an error, not a missing gradient."""
 
     @staticmethod
-    def forward(ctx: Any, who: str, compute: Any, *inputs: torch.Tensor) -> Any:
-        ctx.who = who
+    def forward(ctx: Any, message: str, compute: Any, *inputs: torch.Tensor) -> Any:
+        ctx.message = message
         return compute()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise _no_backward(ctx.who)
+        raise RuntimeError(ctx.message)

@@ -20,21 +20,17 @@ _REFERENCE = re.compile(rf"(?:{_NAME}(?:\.{_NAME})*:)?{_NAME}(?:\.{_NAME})*")
 
 
 def is_reference(text: Any) -> bool:
-    """Whether a text is the name of a class or function, or its `module:name`. Names that Python reserves are none."""
+    """Whether it is the name of a class or function, or `module:name`, and none that Python reserves."""
     return isinstance(text, str) and _REFERENCE.fullmatch(text) is not None
 
 
 def reference(thing: Any) -> str:
-    """`module:name` of a class or function; where an import doesn't find it, that is no reference or another's."""
+    """`module:name` of a class or function, whether or not an import finds it there."""
     return f"{getattr(thing, '__module__', None)}:{getattr(thing, '__qualname__', repr(thing))}"
 
 
 def imported(what: str, where: str) -> Any:
-    """The class or function that is called `module:name`.
-
-    Raises:
-        InvalidPatcherError: there is none.
-    """
+    """The class or function that is called `module:name`; `what` is how the error begins if there is none."""
     try:
         return pkgutil.resolve_name(where)
     except (ImportError, AttributeError, ValueError) as error:
@@ -67,10 +63,8 @@ class Like(str):
     def matches(self, other: type | Callable[..., Any]) -> bool:
         """Whether a class or function computes the same as the target, by the code that runs.
 
-        >>> from patcher import like
-        >>> from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-        >>> from transformers.models.mistral.modeling_mistral import MistralRMSNorm
-        >>> like("LlamaRMSNorm").matches(MistralRMSNorm), like("LlamaRMSNorm").matches(GemmaRMSNorm)
+        >>> from transformers.models.mistral.modeling_mistral import MistralMLP, MistralRMSNorm
+        >>> like("LlamaRMSNorm").matches(MistralRMSNorm), like("LlamaRMSNorm").matches(MistralMLP)
         (True, False)
         """
         return not self.why_not(other)
@@ -78,7 +72,6 @@ class Like(str):
     def why_not(self, other: type | Callable[..., Any]) -> str:
         """The first difference to the target, "" if there is none.
 
-        >>> from patcher import like
         >>> from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
         >>> like("LlamaRMSNorm").why_not(GemmaRMSNorm)
         'LlamaRMSNorm: only one has _norm'
@@ -134,10 +127,6 @@ def may_match(keys: Iterable[Like], classes: Iterable[type[nn.Module]]) -> list[
 
 
 def find_like(thing: Any, mapping: Mapping[str, Any], alike: Iterable[Like] | None = None) -> Like | None:
-    """The key of a mapping that means a class or function because it is like its target; two keys have to agree.
-
-    Args:
-        alike: the keys whose target it is like, where that is known.
-    """
+    """The key of a mapping whose target something is like, of all, or of those that are known; two have to agree."""
     found = likes_of(thing, mapping) if alike is None else [key for key in alike if key in mapping]
     return agreed(found, mapping, thing.__qualname__, thing.__name__)

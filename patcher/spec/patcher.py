@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -302,10 +303,9 @@ class Patcher:
         Returns:
             The address of the commit.
         """
-        text = data_of.text_of(self.to_dict()).encode()  # before anything is sent
+        text = json.dumps(self.to_dict(), indent=2).encode()  # before anything is sent
         api = HfApi(token=token)
         repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        options = {"commit_message": f"Upload {data_of.FILE_NAME}"} | options
         return str(api.upload_file(path_or_fileobj=text, path_in_repo=data_of.FILE_NAME, repo_id=repo, **options))
 
     def applied(self) -> AbstractContextManager[Patcher]:

@@ -5,8 +5,7 @@
 ```
 
 What is read may come from anyone. So it must be JSON of limited size, and nothing in it is ever looked up by what it
-says: fusions come from a table, classes from an allow-list that the caller gives. What the constructor of `Patcher`
-validates is validated there only. Conversions are code: a class that is named may carry them.
+says: fusions come from a table, classes from an allow-list. All else the constructor of `Patcher` judges.
 """
 
 from __future__ import annotations
@@ -156,18 +155,13 @@ def _fusion(field: str, data: Mapping[str, Any]) -> str | Fusion:
     return fusions_configured(data.get("name"), options)[0]
 
 
-def text_of(data: Mapping[str, Any]) -> str:
-    """What a file of the data of a patcher has in it."""
-    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
-
-
 def write(data: Mapping[str, Any], folder: str | os.PathLike[str]) -> Path:
     """Write the data of a patcher into a folder, which is made if there is none."""
     path = Path(folder, FILE_NAME)
     if path.parent.is_file():
         raise InvalidPatcherError(f"{path.parent} is a file; a patcher is saved in a folder, as {FILE_NAME}.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text_of(data), encoding="utf-8")
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return path
 
 
