@@ -44,18 +44,18 @@ def checked_expression(what: str, expression: str) -> str:
     try:
         if len(expression) > _LONGEST:
             raise MemoryError(f"it has more than {_LONGEST:,} characters")
+        if prod(max(1, int(count)) for count in _EXACTLY.findall(expression)) > _MOST_REPEATS:
+            raise MemoryError(
+                f"it repeats more than {_MOST_REPEATS:,} times, and no name is that long; write smaller numbers in "
+                "braces, or + in their place"
+            )
         re.compile(expression)
     except re.error as error:
         raise InvalidPatcherError(
             f"{what} isn't a regular expression: {error}. For a literal text write {re.escape(expression)!r}."
         ) from error
-    except (RecursionError, OverflowError, MemoryError) as error:
+    except (RecursionError, OverflowError, MemoryError, ValueError) as error:
         raise InvalidPatcherError(f"{cut(what)}: the expression is too large to be compiled ({error}).") from error
-    if prod(max(1, int(count)) for count in _EXACTLY.findall(expression)) > _MOST_REPEATS:
-        raise InvalidPatcherError(
-            f"{cut(what)}: the expression repeats more than {_MOST_REPEATS:,} times, and no name is that long; write "
-            "smaller numbers in braces, or + in their place."
-        )
     return expression
 
 

@@ -22,13 +22,10 @@ def is_expression(key: str) -> bool:
 
 
 def find_key(name: str, mapping: Mapping[str, type[nn.Module]], *, names_too: bool = False) -> str | None:
-    """The key that decides about the class called `name`: an exact name wins over an expression.
+    """The key that decides about the class called `name`: an exact name, before an expression; two have to agree.
 
     With `names_too` a key that is an identifier is searched as an expression as well, and the first one found wins,
     which is the rule of the process-wide registry.
-
-    Raises:
-        PatchConflictError: two expressions are found in the name and their replacements differ.
     """
     if name in mapping:
         return name
@@ -43,11 +40,7 @@ def hits(name: str, mapping: Mapping[str, type[nn.Module]], *, names_too: bool =
 
 
 def agreed(keys: Sequence[K], mapping: Mapping[Any, Any], what: str, name: str) -> K | None:
-    """The first of the keys that match one thing.
-
-    Raises:
-        PatchConflictError: they ask for different replacements.
-    """
+    """The first of the keys that match one thing; raises if they ask for different replacements."""
     for key in keys[1:]:
         if mapping[key] is not mapping[keys[0]]:
             replacements = " and ".join(getattr(mapping[each], "__qualname__", "?") for each in (keys[0], key))
@@ -107,9 +100,6 @@ def matches_path(pattern: str, path: str) -> bool:
 
     `{0..3}` and `{0,2..5}` stand for the numbers in them, `*` for one segment, `**` for any number of segments, none
     included, and `(root)` for the model itself. All else is what the segment is called.
-
-    Raises:
-        InvalidPatcherError: the pattern is none.
     """
     names = path.split(".") if path else []
     reached = {0}  # how many names the segments so far may stand for: no backtracking

@@ -48,9 +48,6 @@ class Like(str):
     def __repr__(self) -> str:
         return f"like({self.target!r})"
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Like, (str(self),)
-
     @property
     def target(self) -> str:
         """`module:name`, or the name of a class of transformers."""

@@ -157,11 +157,10 @@ class Patcher:
 
     __delattr__ = __setattr__
 
-    def __copy__(self) -> Patcher:
+    def __deepcopy__(self, memo: object = None) -> Patcher:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Patcher:
-        return self
+    __copy__ = __deepcopy__
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Through the constructor: hashes of names differ between processes, and read-only mappings aren't picklable.
