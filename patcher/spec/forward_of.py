@@ -69,21 +69,16 @@ def forward_of(layer: Any) -> ForwardOf:
     if not (isinstance(layer, type) and issubclass(layer, nn.Module)):
         raise InvalidPatcherError(f"forward_of takes a class of modules, found {layer!r}; write forward_of(Layer).")
     own = {member for cls in layer.__mro__[: layer.__mro__.index(nn.Module)] for member in vars(cls)}
-    members = sorted(member for member in own - {*FLAGS, "forward"} if not member.startswith("__"))
-    if layer.forward is nn.Module.forward:
-        reason = "has no forward"
-    elif layer.__init__ is not nn.Module.__init__:
-        reason = "has an __init__ of its own, which would not run"
-    elif members:
-        reason = f"has {', '.join(members)} besides its forward, which the original would not have"
-    elif not isinstance(layer.forward, types.FunctionType) or "__class__" in layer.forward.__code__.co_freevars:
-        reason = "has a forward that is not a plain function without super(), which has another meaning there"
-    else:
-        return ForwardOf(layer)
-    raise InvalidPatcherError(
-        f"forward_of: {layer.__qualname__} {reason}; give the class itself as the replacement, derived from what it "
-        "replaces."
-    )
+    more = sorted(each for each in own - {*FLAGS, "forward"} if each == "__init__" or not each.startswith("__"))
+    forward: Any = layer.forward
+    is_plain = isinstance(forward, types.FunctionType) and "__class__" not in forward.__code__.co_freevars
+    if more or not is_plain or forward is nn.Module.forward:
+        reason = f"{', '.join(more)} besides its forward" if more else "no forward that is a function without super()"
+        raise InvalidPatcherError(
+            f"forward_of: {layer.__qualname__} has {reason}, and the original gets nothing but that; give the class "
+            "itself as the replacement, derived from what it replaces."
+        )
+    return ForwardOf(layer)
 
 
 def shown_name(cls: type[nn.Module]) -> str:

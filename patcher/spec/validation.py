@@ -242,11 +242,7 @@ def required_groups(mapping: Mapping[str, Any], groups: Groups) -> Groups:
 
 
 def not_a_patcher(call: str, value: Any) -> InvalidPatcherError:
-    """What a function raises that takes a Patcher and was given something else.
-
-    Args:
-        call: how the function is called, with `{}` for the patcher.
-    """
+    """What a function raises that takes a Patcher and was given something else; it is called so, with `{}` for it."""
     function = call.partition("(")[0].partition("{")[0]
     instead = call.format('Patcher({"LlamaMLP": MyMLP}, fusions=["qkv"])')
     if isinstance(value, tuple | list) and value and all(hasattr(each, "class_mapping") for each in value):

@@ -155,9 +155,9 @@ class WithSuper(FastNorm):
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (WithInit, "WithInit has an __init__ of its own, which would not run"),
+        (WithInit, "WithInit has __init__ besides its forward, and the original gets nothing but that"),
         (WithMethod, "WithMethod has helper besides its forward"),
-        (WithSuper, r"WithSuper has a forward that is not a plain function without super\(\)"),
+        (WithSuper, r"WithSuper has no forward that is a function without super\(\)"),
         (nn.Module, "Module has no forward"),
         (FastNorm(), r"takes a class of modules, found FastNorm\(\)"),
         (print, "takes a class of modules"),
