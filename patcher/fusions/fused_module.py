@@ -23,7 +23,7 @@ from patcher.fusions.families import fusion_named, is_our_own, shortest
 from patcher.fusions.looks import member
 from patcher.fusions.methods import is_importable
 from patcher.fusions.old_names import Moved, OldNames
-from patcher.layouts.carried import RECIPE, ModuleLayouts, reduced_by_recipe
+from patcher.layouts.carried import RECIPE, ModuleLayouts, reduce_by_recipe
 from patcher.layouts.either_layout import carry
 from patcher.layouts.layouts import Layout, Rows, named_parameter
 from patcher.layouts.transforms import is_alone
@@ -67,7 +67,7 @@ def fused_class(fusion: Fusion, original: type[nn.Module], recipe: Hashable) -> 
                 cls._made_by = MadeBy(fusion, original, recipe)  # type: ignore[attr-defined]
                 setattr(cls, RECIPE, (fused_class, fusion, original, recipe))
                 if not issubclass(cls, FusedModule) and "__reduce_ex__" not in vars(cls):
-                    cls.__reduce_ex__ = reduced_by_recipe  # type: ignore[method-assign]
+                    cls.__reduce_ex__ = reduce_by_recipe  # type: ignore[method-assign]
             if is_importable(original):  # others are freed with their last object
                 _kept[original, key] = cls
         return cls
@@ -108,7 +108,7 @@ class FusedModule(OldNames):
         made_by, module = self._made_by, cast(nn.Module, self)
         fuse_in_place(module, made_by.fusion.layouts(module), made_by.original, shortest(made_by.fusion))
 
-    __reduce_ex__ = reduced_by_recipe
+    __reduce_ex__ = reduce_by_recipe
 
 
 def fuse(

@@ -54,20 +54,16 @@ class PickledClass:
         return self
 
 
-def reduced_by_recipe(self: Any, protocol: Any) -> Any:
-    """`__reduce_ex__` of a class that has a recipe: the process that reads the pickle makes its own.
-
-    Not for what derives from such a class.
-    """
+def reduce_by_recipe(self: Any, protocol: Any) -> Any:
+    """The `__reduce_ex__` of such a class: whoever reads the pickle makes its own. Not for what derives from one."""
     cls = type(self)
     if RECIPE not in vars(cls):
         return object.__reduce_ex__(self, protocol)
-    return _new_of, (PickledClass(cls),), self.__getstate__()
+    return (_bare, (PickledClass(cls),), self.__getstate__())
 
 
-def _new_of(pickled: Any) -> nn.Module:
-    cls = PickledClass.read(pickled)
-    return cls.__new__(cls)  # type: ignore[no-any-return]
+def _bare(pickled: Any) -> Any:
+    return object.__new__(PickledClass.read(pickled))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from patcher.errors import InvalidPatcherError, PatchConstructionError
-from patcher.layouts.carried import RECIPE, reduced_by_recipe
+from patcher.layouts.carried import RECIPE, reduce_by_recipe
 
 #: What a layer says of itself, beside its forward.
 FLAGS = ("has_backward", "can_torch_compile")
@@ -121,7 +121,7 @@ def _made(original: type[nn.Module], layer: type[nn.Module]) -> type[nn.Module]:
 
     body = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")} | {
         "__init__": __init__,
-        "__reduce_ex__": reduced_by_recipe,
+        "__reduce_ex__": reduce_by_recipe,
         "forward": _guarded(layer, f"{layer.__qualname__}, in place of {original.__qualname__}.forward,"),
         "kernel_layer_name": _Absent(),
         RECIPE: (_made, original, layer),

@@ -182,7 +182,8 @@ class Patcher:
         pins = [(key, ", ".join(value)) for key, value in given.pop("fingerprints", {}).items()]
         rows: list[tuple[str, ...]] = []
         for name, value in given.items():
-            items = value.items() if isinstance(value, Mapping) else [("", each) for each in _several(value)]
+            several = value if isinstance(value, tuple) else (value,)
+            items = value.items() if isinstance(value, Mapping) else [("", each) for each in several]
             rows += [(name, key, _item_repr(item)) for key, item in items]
         parts = [Table("", ("", "", "is"), rows), Table("Pinned code", ("class", "fingerprint"), pins, is_long=True)]
         return page.rendered(f"Patcher: {self.name}".removesuffix(": "), None, parts)
@@ -381,10 +382,6 @@ def _comparable(value: Any) -> Any:
         return frozenset(value.items())
     is_transforms = isinstance(value, tuple) and value and isinstance(value[0], WeightTransform)
     return tuple(map(identity, value)) if is_transforms else value
-
-
-def _several(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
 
 
 def _argument_repr(value: Any) -> str:

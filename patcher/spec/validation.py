@@ -141,7 +141,7 @@ def _conversions(field: str, values: Any) -> tuple[WeightTransform, ...]:
         checked_expression(f"{field}: {describe(value)}", value.compiled_sources.pattern)
         for pattern in source_patterns(value):
             other = taken.setdefault((value.scope_prefix, value.base_model_prefix, pattern), value)
-            if identity(other) != identity(value):
+            if other is not value and identity(other) != identity(value):
                 raise PatchConflictError(
                     f"Two {field} take the same tensors, {pattern!r}: {describe(other)} and "
                     f"{describe(value)}. Only one can; take one away."
