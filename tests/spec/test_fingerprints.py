@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 from torch import nn
 from transformers import AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
 
 from patcher import Patcher, PatcherWarning, PresetDriftError
 from patcher.spec.fingerprints import check_pins, fingerprint
@@ -118,6 +118,19 @@ def test_a_load_on_other_code_raises(llama: Path) -> None:
         AutoModelForCausalLM.from_config(tiny_llama_config(), patcher=pinned)
     with pytest.raises(PresetDriftError, match="LlamaMLP"), pinned.applied():
         pass
+
+
+def test_two_pins_of_one_function_both_count(llama: Path) -> None:
+    name = "transformers.models.llama.modeling_llama:rotate_half"
+    pinned = Patcher(
+        {"LlamaRMSNorm": MyNorm}, fingerprints=dict.fromkeys(["rotate_half", name], fingerprint(rotate_half))
+    )
+    assert type(AutoModelForCausalLM.from_config(tiny_llama_config(), patcher=pinned).model.norm) is MyNorm
+    for key in pinned.fingerprints:
+        with pytest.raises(PresetDriftError, match="rotate_half: pinned 0, found"):
+            AutoModelForCausalLM.from_config(
+                tiny_llama_config(), patcher=pinned.replace(fingerprints={**pinned.fingerprints, key: "0"})
+            )
 
 
 def test_another_release_only_warns(llama: Path) -> None:
