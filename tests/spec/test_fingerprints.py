@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import linecache
 import re
 import sys
 import textwrap
@@ -92,6 +93,17 @@ def test_a_file_that_is_written_anew_is_read_anew(define: Callable[[str], type[n
     assert fingerprint(cls) != before
     path.write_text(textwrap.dedent(BASE), encoding="utf-8")
     assert fingerprint(cls) == before
+
+
+def test_a_pin_of_the_text_of_a_file_that_was_edited_is_none_of_what_runs(
+    define: Callable[[str], type[nn.Module]],
+) -> None:
+    cls = define(BASE)
+    path = Path(str(sys.modules[cls.__module__].__file__))
+    path.write_text(textwrap.dedent(BASE.replace("return helper(", "return 1 + helper(")), encoding="utf-8")
+    linecache.checkcache(str(path))
+    with pytest.raises(PresetDriftError, match=r"Block: pinned \w+, found the source of forward isn't what runs"):
+        check_pins(Patcher(fingerprints={"Block": fingerprint(cls)}), cls)
 
 
 class MyNorm(LlamaRMSNorm):
