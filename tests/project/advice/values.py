@@ -155,7 +155,7 @@ def no_expression(at: Place) -> Steps:
     assert Patcher(new_weights=written(said, r"literal text write (.*)\.$"))
 
 
-@advice("isn't an expression; write a string.")
+@advice("write a string")
 def a_number_as_an_expression(at: Place) -> Steps:
     yield lambda: Patcher(new_weights=[3])  # type: ignore[list-item]
     assert Patcher(new_weights="3")
@@ -167,7 +167,7 @@ def an_empty_expression(at: Place) -> Steps:
     assert Patcher(filtered_weight_conversion_patterns="experts")
 
 
-@advice("isn't a weight transform; write a WeightConverter or a WeightRenaming of transformers.core_model_loading.")
+@advice("write a WeightConverter or a WeightRenaming of transformers.core_model_loading")
 def a_mapping_for_a_conversion(at: Place) -> Steps:
     yield lambda: Patcher(extra_weight_conversions={"a": "b"}.items())  # type: ignore[arg-type]
     assert Patcher(extra_weight_conversions=WeightRenaming("a", "b"))
@@ -184,6 +184,12 @@ def two_conversions_of_one_tensor(at: Place) -> Steps:
 def no_specifier(at: Place) -> Steps:
     said = yield lambda: Patcher(transformers="five")
     assert Patcher(transformers=written(said, "for instance ('.*?')"))
+
+
+@advice("write a text")
+def a_number_as_a_fingerprint(at: Place) -> Steps:
+    yield lambda: Patcher(fingerprints={"LlamaMLP": [3]})  # type: ignore[list-item]
+    assert Patcher(fingerprints={"LlamaMLP": "3"}).fingerprints
 
 
 @advice("takes groups of class keys, found {}; write {}=[['LlamaMLP', ...]].")
@@ -214,6 +220,12 @@ def a_family_in_place_of_an_object(at: Place) -> Steps:
 @advice("write a name ({}) or an object of a Fusion subclass")
 def a_class_that_is_no_family(at: Place) -> Steps:
     yield lambda: Patcher(fusions=LlamaMLP)  # type: ignore[arg-type]
+    assert same(load(at.llama, Patcher(fusions=["qkv", GateUp()])), at.llama)
+
+
+@advice("write a name, or an object of a Fusion subclass")
+def a_number_as_a_fusion(at: Place) -> Steps:
+    yield lambda: Patcher(fusions=[3])  # type: ignore[list-item]
     assert same(load(at.llama, Patcher(fusions=["qkv", GateUp()])), at.llama)
 
 
