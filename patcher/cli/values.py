@@ -21,8 +21,7 @@ import transformers
 from patcher.checkpoints.model_classes import config_of
 from patcher.display.parts import Notes, Part, Table
 from patcher.display.shown import Shown
-from patcher.errors import InvalidPatcherError, PatcherError
-from patcher.patterns import nearest
+from patcher.errors import InvalidPatcherError, PatcherError, nearest
 from patcher.spec.fingerprints import fingerprint, homes_of
 from patcher.spec.forward_of import forward_of
 from patcher.spec.patcher import Patcher

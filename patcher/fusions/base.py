@@ -207,7 +207,4 @@ def _paths(family: str, modules: Any) -> tuple[str, ...]:
     listed = [modules] if isinstance(modules, str) or not isinstance(modules, Iterable) else list(modules)
     if not listed:
         raise InvalidPatcherError(f"{family}: modules={modules!r} names none; leave it out for all that can be fused.")
-    try:
-        return tuple(sorted({check_path(pattern) for pattern in listed}))
-    except InvalidPatcherError as error:
-        raise InvalidPatcherError(f"{family}: modules: {error}") from error
+    return tuple(sorted({check_path(f"{family}: modules", pattern) for pattern in listed}))

@@ -54,7 +54,7 @@ __all__ = sorted(_PRESETS)
 
 def __getattr__(name: str) -> Patcher:
     if name not in _PRESETS:
-        raise errors.no_such_name(__name__, name, __dir__(), "dir(patcher.presets)")
+        raise errors.no_such_name(__name__, name, __dir__())
     from patcher.presets.preset import Preset
 
     home, model = _family(name)
