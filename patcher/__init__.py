@@ -96,7 +96,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         value: Any = importlib.import_module("importlib.metadata").version("patcher")
     elif name not in _HOMES:
-        raise errors.no_such_name("patcher", name, __dir__(), "dir(patcher)")
+        raise errors.no_such_name("patcher", name, __dir__())
     else:
         errors.public_name("patcher.integrations", "install")()
         value = errors.public_name(_HOMES[name], name)

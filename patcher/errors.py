@@ -7,21 +7,8 @@
 ...     print(f"{type(error).__name__}: {error}")
 InvalidPatcherError: fusions: 'qkw' isn't a fusion; did you mean 'qkv'? Known names: ...
 
-```
-PatcherError
-├── InvalidPatcherError      an invalid Patcher, or an unsupported use of one
-│   └── NoSuchNameError      a name that isn't there, or can't be set: an AttributeError as well
-├── PatchConflictError       two patches that want different things of one class or module
-├── UnmatchedPatchError      a key, filter, conversion or fusion that matched nothing
-├── PatchConstructionError   a replacement could not be built
-├── PatchedWeightsError      weights that are missing, left over, or can't be restored
-├── VerificationError        the patched model is not the stock model
-├── PresetDriftError         the code that a preset is pinned to has changed
-└── CodegenError             a modeling file could not be generated
-```
-
-None of them derives from `OSError`, `ValueError`, `TypeError` or `RuntimeError`: `transformers.pipeline` catches those
-and tries the next model class, which would turn one clear error into a list of unrelated ones. For the same reason the
+None derives from `OSError`, `ValueError`, `TypeError` or `RuntimeError`: `transformers.pipeline` catches those and
+tries the next model class, which would turn one clear error into a list of unrelated ones. For the same reason the
 registry of `patcher.monkey_patching`, which keeps the contract of transformers' own, raises built-in errors.
 """
 
@@ -50,16 +37,11 @@ __all__ = [
 
 
 class PatcherError(Exception):
-    """The base class: `except PatcherError` catches everything that this package raises.
-
-    A message says what was requested, what was found, and what to write instead.
-    """
+    """The base class: a message says what was requested, what was found, and what to write instead."""
 
 
 class InvalidPatcherError(PatcherError):
-    """An invalid argument, or a combination that isn't supported.
-
-    Raised where the argument is given, before anything is loaded.
+    """An invalid argument, or a combination that isn't supported: raised where it is given, before a load.
 
     >>> from patcher import Patcher
     >>> Patcher({"LlamaMLP": "MyMLP"})
@@ -68,27 +50,21 @@ class InvalidPatcherError(PatcherError):
     patcher.errors.InvalidPatcherError: class_mapping['LlamaMLP'] must be a class, found 'MyMLP' (str); write the class
     itself, derived from the class that it replaces: not an object, its name, or a function that makes one.
 
-    The message ends with what to write. For a combination that isn't supported, a quantizer beside tensor parallelism
-    for example, it says how to do without.
+    For a combination that isn't supported the message says how to do without.
     """
 
 
 class NoSuchNameError(InvalidPatcherError, AttributeError):
-    """A name that a module or a Patcher doesn't have, or that can't be set; `hasattr` is false for it.
+    """A name that a module or a Patcher doesn't have, or that can't be set: write the one that the message says.
 
     >>> import patcher
-    >>> try:
-    ...     patcher.Pacher
-    ... except AttributeError as error:  # to a traceback Python adds a hint of its own since 3.12
-    ...     print(error)
-    module 'patcher' has no attribute 'Pacher'; write patcher.Patcher.
+    >>> hasattr(patcher, "Pacher")
+    False
     """
 
 
 class PatchConflictError(PatcherError):
-    """Two patches want different things of one class, module or tensor.
-
-    Raised when two patchers are combined, or when a model is built in which two keys match one module.
+    """Two patches want different things of one class, module or tensor: combine patchers after taking one away.
 
     >>> from torch import nn
     >>> from patcher import Patcher
@@ -101,110 +77,84 @@ class PatchConflictError(PatcherError):
 
 
 class UnmatchedPatchError(PatcherError):
-    """A key, filter, conversion or fusion had no effect on this model.
-
-    Raised by a load, before weights are read, and at the end of a block in which nothing matched.
+    """A key, filter, conversion or fusion had no effect: raised by a load, before it reads, and at a block's end.
 
     >>> from torch import nn
-    >>> from transformers import LlamaConfig, LlamaModel
     >>> from patcher import Patcher
-    >>> config = LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     >>> with Patcher({"LlamaMPL": nn.Identity}).applied():
-    ...     model = LlamaModel(config)
+    ...     pass  # what the patcher is for is built here
     Traceback (most recent call last):
         ...
     patcher.errors.UnmatchedPatchError: These parts of the patcher have no effect:
-      class_mapping: no class of the model matches 'LlamaMPL'; nearest: LlamaMLP, ...
-    Correct it or take it out; with strict=False this is a warning.
+      class_mapping: no class of the model matches 'LlamaMPL'...
 
-    A key that only some models have belongs into `alternatives=`. `patcher.plan(model, patcher)` finds all of them
-    without a load.
+    A key that only some models have belongs into `alternatives=`. `patcher.plan(model, patcher)` finds all of them.
     """
 
 
 class PatchConstructionError(PatcherError):
     """A replacement could not be built; `__cause__` is the exception that it raised.
 
-    A replacement is built with the arguments of the class that it replaces: take all of them.
-
     >>> from torch import nn
     >>> from transformers import LlamaConfig, LlamaModel
     >>> from patcher import Patcher
-    >>> class MyMLP(nn.Module):
-    ...     def __init__(self):  # write: def __init__(self, config):
-    ...         super().__init__()
-    >>> config = LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    >>> with Patcher({"LlamaMLP": MyMLP}).applied():
-    ...     model = LlamaModel(config)
+    >>> Patcher({"LlamaMLP": nn.Linear}).resolve(LlamaModel, LlamaConfig())
     Traceback (most recent call last):
         ...
-    patcher.errors.PatchConstructionError: MyMLP could not be built in place of LlamaMLP, in __init__ of
-    LlamaDecoderLayer (modeling_llama.py:...): TypeError: MyMLP.__init__() takes 1 positional argument but 2 were given
-    It was called as MyMLP(<LlamaConfig>). A replacement is constructed with the arguments of LlamaMLP.__init__: take
+    patcher.errors.PatchConstructionError: Linear could not be built in place of LlamaMLP, in __init__ of
+    LlamaDecoderLayer (modeling_llama.py:...): TypeError: Linear.__init__() missing 1 required positional argument: ...
+    It was called as Linear(<LlamaConfig>). A replacement is constructed with the arguments of LlamaMLP.__init__: take
     them all, or accept **kwargs.
     """
 
 
 class PatchedWeightsError(PatcherError):
-    r"""Weights are missing, unused or of another shape, or can't be saved in the original format.
+    """Weights are missing, unused or of another shape, or can't be saved in the original format.
 
     Raised by a load before weights are read, by `Patcher.apply`, and by a save before a file is written.
 
     >>> from torch import nn
     >>> from transformers import LlamaConfig, LlamaModel
     >>> from patcher import Patcher
-    >>> config = LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    >>> patcher = Patcher({"LlamaRMSNorm": nn.LayerNorm})  # it has a bias
-    >>> patcher.apply(LlamaModel(config))
+    >>> Patcher({"LlamaRMSNorm": nn.LayerNorm}).apply(LlamaModel(LlamaConfig(hidden_size=32, num_hidden_layers=0)))
     Traceback (most recent call last):
         ...
     patcher.errors.PatchedWeightsError: The replaced modules and the checkpoint don't fit together.
     Not in the checkpoint, so these would keep what __init__ gave them:
-      layers.0.input_layernorm.bias
-      layers.0.post_attention_layernorm.bias
       norm.bias
     If a conversion is missing, add it: ...
     If they are meant to be new, add to the Patcher: new_weights=[...]
-
-    >>> patched = patcher.replace(new_weights=r"norm\.bias$").apply(LlamaModel(config))
     """
 
 
 class VerificationError(PatcherError):
-    """A patched model differs from the stock model.
-
-    Raised by `Verification.raise_on_failure`; it names the stage, the module in which the difference begins, and the
-    member of the patcher that causes it.
+    """A patched model differs from the stock model: raised by `Verification.raise_on_failure`.
 
     >>> from transformers import LlamaConfig
-    >>> from transformers.models.llama.modeling_llama import LlamaMLP
     >>> from patcher import Patcher, verify
-    >>> class Doubled(LlamaMLP):
-    ...     def forward(self, x):
-    ...         return 2 * super().forward(x)  # write: return super().forward(x)
     >>> config = LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    >>> verify(config, Patcher({"LlamaMLP": Doubled}), quick=True).raise_on_failure()
+    >>> without_positions = Patcher(function_mapping={"apply_rotary_pos_emb": lambda q, k, *_: (q, k)})
+    >>> verify(config, without_positions, quick=True).raise_on_failure()
     Traceback (most recent call last):
         ...
-    patcher.errors.VerificationError: ...it begins in model.layers.0.mlp (Doubled in place of LlamaMLP)...
+    patcher.errors.VerificationError: ...it begins in model.layers.0.self_attn...
+
+    It names the stage, the module in which the difference begins, and the member of the patcher that causes it.
     """
 
 
 class PresetDriftError(PatcherError):
     """The code that a patcher is pinned to, by `fingerprints=`, isn't the code that is installed.
 
-    >>> from transformers import LlamaConfig, LlamaModel
+    >>> from transformers import LlamaModel
     >>> from patcher import Patcher
-    >>> config = LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     >>> with Patcher(fusions="qkv", fingerprints={"LlamaAttention": "0123456789abcdef"}).applied():
-    ...     model = LlamaModel(config)
+    ...     pass
     Traceback (most recent call last):
         ...
     patcher.errors.PresetDriftError: The code that the patcher was verified on is not the code of the installed ...:
       transformers.models.llama.modeling_llama.LlamaAttention: pinned 0123456789abcdef, found ...
     Verify it on this code by `patcher verify MODEL --preset NAME --unpinned` (--patcher MODULE:CONSTANT ...
-
-    Verify the patcher on the installed code, then write the new fingerprint.
     """
 
 
@@ -223,42 +173,41 @@ class CodegenError(PatcherError):
 
 
 class PatcherWarning(UserWarning):
-    """Issued in place of `UnmatchedPatchError` and `PatchedWeightsError` with `strict=False`.
+    """Issued in place of `UnmatchedPatchError` and `PatchedWeightsError` with `strict=False`: better leave that out.
 
     >>> import warnings
-    >>> from torch import nn
-    >>> from transformers import AutoModel, LlamaConfig
-    >>> from patcher import Patcher
-    >>> config = LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    >>> with warnings.catch_warnings(record=True) as caught:
-    ...     warnings.simplefilter("always")
-    ...     model = AutoModel.from_config(config, patcher=Patcher({"LlamaMPL": nn.Identity}, strict=False))
-    >>> caught[0].category.__name__
-    'PatcherWarning'
-
-    To have them raised, `warnings.simplefilter("error", PatcherWarning)`; better, leave `strict=False` out.
+    >>> from patcher import PatcherWarning
+    >>> warnings.simplefilter("error", PatcherWarning)  # raise it
     """
 
 
-def no_such_name(module: str, name: str, known: Iterable[str], where: str = "") -> NoSuchNameError:
-    """What `__getattr__` of a module raises for a name that it doesn't have.
+def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
+    """The candidates most like `name`, best first.
 
-    Args:
-        known: the names that it has.
-        where: what lists them all.
+    >>> nearest("LlamaMPL", ["LlamaMLP", "LlamaModel", "Linear"])[0]
+    'LlamaMLP'
     """
-    by_folded = {each.casefold(): each for each in known}
-    close = difflib.get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.5)
-    hint = f"write {module}.{by_folded[close[0]]}" if close else where and f"{where} lists what there is"
-    return NoSuchNameError(f"module {module!r} has no attribute {name!r}{hint and f'; {hint}'}.")
+    by_folded: dict[str, str] = {}
+    for candidate in sorted(set(candidates)):
+        by_folded.setdefault(candidate.casefold(), candidate)
+    return [by_folded[match] for match in difflib.get_close_matches(name.casefold(), by_folded, n=count, cutoff=0.5)]
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """The end of a message about a name that isn't one of those that are known, or what else it says."""
+    close = nearest(name, known, 1) if len(name) < 100 else []
+    return f"did you mean {close[0]!r}?" if close else otherwise
+
+
+def no_such_name(module: str, name: str, known: Iterable[str]) -> NoSuchNameError:
+    """What `__getattr__` of a module raises for a name that isn't known."""
+    close = nearest(name, known, 1)
+    hint = f"write {module}.{close[0]}" if close else f"dir({module}) lists what there is"
+    return NoSuchNameError(f"module {module!r} has no attribute {name!r}; {hint}.")
 
 
 def public_name(module: str, name: str) -> Any:
-    """What a `__getattr__` gives from a module that is imported for it, now.
-
-    Raises:
-        PatcherError: a library lacks what the module needs of it.
-    """
+    """What a `__getattr__` gives from a module that is imported for it; raises where a library lacks something."""
     try:
         return getattr(importlib.import_module(module), name)
     except (AttributeError, ImportError) as error:

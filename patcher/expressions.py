@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Mapping
 from functools import lru_cache
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 import regex  # type: ignore[import-untyped]
 
@@ -40,38 +40,27 @@ _EXACTLY = re.compile(r"\{(\d+)")
 
 
 def checked_expression(what: str, expression: str) -> str:
-    """The expression, if it is one.
-
-    Args:
-        what: how the error calls it.
-
-    Raises:
-        InvalidPatcherError: it isn't, or it can't be compiled.
-    """
+    """The expression, if it is one that can be compiled; `what` is how the error calls it."""
     try:
         if len(expression) > _LONGEST:
             raise MemoryError(f"it has more than {_LONGEST:,} characters")
+        if prod(max(1, int(count)) for count in _EXACTLY.findall(expression)) > _MOST_REPEATS:
+            raise MemoryError(
+                f"it repeats more than {_MOST_REPEATS:,} times, and no name is that long; write smaller numbers in "
+                "braces, or + in their place"
+            )
         re.compile(expression)
     except re.error as error:
         raise InvalidPatcherError(
             f"{what} isn't a regular expression: {error}. For a literal text write {re.escape(expression)!r}."
         ) from error
-    except (RecursionError, OverflowError, MemoryError) as error:
+    except (RecursionError, OverflowError, MemoryError, ValueError) as error:
         raise InvalidPatcherError(f"{cut(what)}: the expression is too large to be compiled ({error}).") from error
-    if prod(max(1, int(count)) for count in _EXACTLY.findall(expression)) > _MOST_REPEATS:
-        raise InvalidPatcherError(
-            f"{cut(what)}: the expression repeats more than {_MOST_REPEATS:,} times, and no name is that long; write "
-            "smaller numbers in braces, or + in their place."
-        )
     return expression
 
 
 def check_number(field: str, expressions: Collection[str]) -> None:
-    """Raise for more expressions than can be searched.
-
-    Raises:
-        InvalidPatcherError: with what to write instead.
-    """
+    """Raise for more expressions than can be searched."""
     if len(expressions) > _MOST_EXPRESSIONS:
         raise InvalidPatcherError(
             f"{field}: {len(expressions):,} expressions are too many, at most {_MOST_EXPRESSIONS} are searched; fold "
@@ -80,25 +69,19 @@ def check_number(field: str, expressions: Collection[str]) -> None:
 
 
 def search(expression: str, text: str) -> bool:
-    """Whether the expression is found anywhere in the text.
+    """Whether the expression is found anywhere in the text; raises if the search takes too long.
 
     >>> search(r"layers\\.\\d+$", "model.layers.12")
     True
-
-    Raises:
-        InvalidPatcherError: the search took too long.
     """
     return compiled(expression).search(text) is not None
 
 
 def matches(expression: str, text: str) -> bool:
-    """Whether the expression matches the whole text, as `re.fullmatch` says.
+    """Whether the expression matches the whole text, as `re.fullmatch` says; raises if that takes too long.
 
     >>> matches("(?i)a|ab", "AB"), matches("a|ab", "abc")
     (True, False)
-
-    Raises:
-        InvalidPatcherError: the search took too long.
     """
     return compiled(expression).search(text, "fullmatch") is not None
 
@@ -112,12 +95,9 @@ def compiled(expression: str) -> _Expression:
 class _Expression:
     """An expression, with the two engines that search it. What it finds are matches of either."""
 
-    __slots__ = ("_limited", "_quick", "_since", "pattern", "spent")
-
     def __init__(self, expression: str) -> None:
         self.pattern = expression
-        self._since = 0.0
-        self.spent = 0.0  # threads may both add to it, and one of them be lost: no harm
+        self._since, self._spent = 0.0, 0.0  # threads may both add to it, and one of them be lost: no harm
         self._quick = re.compile(expression) if is_quick(expression) else None
         self._limited: Any = None
 
@@ -139,23 +119,20 @@ class _Expression:
             self._limited = regex.compile(_as_in_re(self.pattern), regex.VERSION0, cache_pattern=False)
         wall, cpu = time.perf_counter(), time.thread_time()
         if wall - self._since > _MINUTE:  # in a process that goes on for days, pauses of the machine would add up
-            self._since, self.spent = wall, 0.0
+            self._since, self._spent = wall, 0.0
         try:
-            found = getattr(self._limited, how)(text, timeout=max(SEARCH_SECONDS - self.spent, _AT_ONCE))
+            found = getattr(self._limited, how)(text, timeout=max(SEARCH_SECONDS - self._spent, _AT_ONCE))
         except TimeoutError:
-            self.spent = SEARCH_SECONDS
-            self._give_up(text)
+            self._spent = SEARCH_SECONDS
+            raise InvalidPatcherError(
+                f"The expression {cut(self.pattern)!r} takes too long: searching for it, last in {cut(text)!r}, has "
+                f"reached the limit of {SEARCH_SECONDS:g} seconds. Take out repeats inside of repeats, and "
+                "alternatives that match the same: 'a+$' finds what '(a+)+$' does."
+            ) from None
         # Waiting for a turn doesn't count, nor does a clock that ticks seldom.
         took = min(time.perf_counter() - wall, time.thread_time() - cpu)
-        self.spent += took if took > _AT_ONCE else 0
+        self._spent += took if took > _AT_ONCE else 0
         return found
-
-    def _give_up(self, text: str) -> NoReturn:
-        raise InvalidPatcherError(
-            f"The expression {cut(self.pattern)!r} takes too long: searching for it, last in {cut(text)!r}, has "
-            f"reached the limit of {SEARCH_SECONDS:g} seconds. Take out repeats inside of repeats, and alternatives "
-            "that match the same: 'a+$' finds what '(a+)+$' does."
-        ) from None
 
 
 def is_quick(expression: str) -> bool:
@@ -173,11 +150,9 @@ def _as_in_re(expression: str) -> str:
 
     def escaped(match: re.Match[str]) -> str:
         token = match[0]
-        if token == "{":
-            return r"\{"
         if token[0] == "[":
             return "[" + re.sub(r"\\.|\[", lambda each: r"\[" if each[0] == "[" else each[0], token[1:])
-        return token
+        return r"\{" if token == "{" else token
 
     return _QUANTIFIER_OR_SET.sub(escaped, expression)
 

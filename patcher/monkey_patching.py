@@ -26,10 +26,10 @@ from torch import nn
 
 from patcher.compat.recorders import record_replacements
 from patcher.construction.in_force import REGISTRY, registered_patcher, set_registered_patcher
-from patcher.errors import PatcherError
+from patcher.errors import PatcherError, nearest
 from patcher.integrations import install
 from patcher.loading.applying import applied
-from patcher.patterns import find_key, nearest
+from patcher.patterns import find_key
 from patcher.spec.patcher import Patcher
 
 __all__ = """

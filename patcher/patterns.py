@@ -1,18 +1,19 @@
-"""Names and expressions: which one is meant, what was probably meant instead, and lists of names in short."""
+"""Names and paths: which one is meant, and lists of names in short."""
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
-from patcher.errors import InvalidPatcherError, PatchConflictError
+from patcher.errors import InvalidPatcherError, PatchConflictError, nearest
 from patcher.expressions import search
+
+K = TypeVar("K", bound=str)
 
 
 def is_expression(key: str) -> bool:
@@ -21,25 +22,15 @@ def is_expression(key: str) -> bool:
 
 
 def find_key(name: str, mapping: Mapping[str, type[nn.Module]], *, names_too: bool = False) -> str | None:
-    """The key that decides about the class called `name`: an exact name wins over an expression.
+    """The key that decides about the class called `name`: an exact name, before an expression; two have to agree.
 
     With `names_too` a key that is an identifier is searched as an expression as well, and the first one found wins,
     which is the rule of the process-wide registry.
-
-    Raises:
-        PatchConflictError: two expressions are found in the name and their replacements differ.
     """
     if name in mapping:
         return name
     found = hits(name, mapping, names_too=names_too)
-    for key in () if names_too else found[1:]:
-        if mapping[key] is not mapping[found[0]]:
-            raise PatchConflictError(
-                f"The expressions {found[0]!r} and {key!r} both match the class {name}, and they ask for different "
-                f"replacements, {mapping[found[0]].__qualname__} and {mapping[key].__qualname__}. Narrow one of the "
-                f"expressions, or add the exact name, which wins over expressions: {name!r}: ..."
-            )
-    return found[0] if found else None
+    return found[0] if found and names_too else agreed(found, mapping, f"the class {name}", name)
 
 
 def hits(name: str, mapping: Mapping[str, type[nn.Module]], *, names_too: bool = False) -> list[str]:
@@ -48,22 +39,16 @@ def hits(name: str, mapping: Mapping[str, type[nn.Module]], *, names_too: bool =
     return list(dict.fromkeys([name, *found] if name in mapping else found))
 
 
-def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """The candidates most like `name`, best first.
-
-    >>> nearest("LlamaMPL", ["LlamaMLP", "LlamaModel", "Linear"])[0]
-    'LlamaMLP'
-    """
-    by_folded: dict[str, str] = {}
-    for candidate in sorted(set(candidates)):
-        by_folded.setdefault(candidate.casefold(), candidate)
-    return [by_folded[match] for match in difflib.get_close_matches(name.casefold(), by_folded, n=count, cutoff=0.5)]
-
-
-def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
-    """The end of a message about a name that isn't one of those that are known, or what else it says."""
-    close = nearest(name, known, 1) if len(name) < 100 else []
-    return f"did you mean {close[0]!r}?" if close else otherwise
+def agreed(keys: Sequence[K], mapping: Mapping[Any, Any], what: str, name: str) -> K | None:
+    """The first of the keys that match one thing; raises if they ask for different replacements."""
+    for key in keys[1:]:
+        if mapping[key] is not mapping[keys[0]]:
+            replacements = " and ".join(getattr(mapping[each], "__qualname__", "?") for each in (keys[0], key))
+            raise PatchConflictError(
+                f"{keys[0]!r} and {key!r} both match {what}, and they ask for different replacements, {replacements}. "
+                f"Narrow one of them, or add the exact name, which wins: {name!r}: ..."
+            )
+    return keys[0] if keys else None
 
 
 #: What activation checkpointing and FullyShardedDataParallel call a module that they are around: names in state dicts
@@ -97,11 +82,12 @@ def without_numbers(name: str) -> str:
 
 #: How reports name the model itself, whose path is "".
 ROOT = "(root)"
-
 #: What one segment of a path pattern matches: a name, runs of numbers, any one segment, or any number of segments.
 _Segment = str | tuple[tuple[int, int], ...]
 _ONE, _ANY = "*", "**"
-_IN_OTHERS = frozenset("\\^$[]()|+?*{}")
+#: Between two segments is one dot, in `{0..3}` are two.
+_DOT = re.compile(r"(?<!\.)\.(?!\.)")
+_NOT_IN_NAMES = frozenset("\\^$[]()|+?*{}.")
 
 
 def matches_path(pattern: str, path: str) -> bool:
@@ -114,66 +100,20 @@ def matches_path(pattern: str, path: str) -> bool:
 
     `{0..3}` and `{0,2..5}` stand for the numbers in them, `*` for one segment, `**` for any number of segments, none
     included, and `(root)` for the model itself. All else is what the segment is called.
-
-    Raises:
-        InvalidPatcherError: the pattern is none.
     """
-    segments = _segments(pattern)
-    # How many segments of the pattern can be used up, after each segment of the path: no backtracking.
-    reached = _over_any(segments, {0})
-    for name in path.split(".") if path else ():
-        fitting = {at for at in reached if at < len(segments) and _fits(segments[at], name)}
-        reached = _over_any(segments, {at + (segments[at] != _ANY) for at in fitting})
-    return len(segments) in reached
-
-
-def check_path(pattern: object) -> str:
-    """The pattern, if it is one.
-
-    Raises:
-        InvalidPatcherError: it isn't, and what to write instead.
-    """
-    if not isinstance(pattern, str):
-        raise InvalidPatcherError(
-            f"{pattern!r} ({type(pattern).__name__}) isn't a path of a module; write for instance "
-            "'model.layers.{0..3}.mlp'."
-        )
-    _segments(pattern)
-    return pattern
-
-
-def nearest_paths(pattern: str, paths: Iterable[str], count: int = 3) -> list[str]:
-    """The paths most like a pattern, best first, with runs of numbers folded.
-
-    >>> nearest_paths("model.layer.{0..9}.mlp", ["model.layers.0.mlp", "model.layers.1.mlp", "model.norm"])[0]
-    'model.layers.{0..1}.mlp'
-    """
-    folded = {_unnumbered(path): path for path in compress(paths)}
-    found = nearest(_unnumbered(pattern), folded, count)
-    if not found:  # by what the module is called
-        by_name: dict[str, list[str]] = {}
-        for text in folded:
-            by_name.setdefault(text.rpartition(".")[2], []).append(text)
-        last = _unnumbered(pattern).rpartition(".")[2]
-        found = [text for name in nearest(last, by_name, count) for text in by_name[name]]
-    return [folded[text] for text in found[:count]]
-
-
-def _unnumbered(pattern: str) -> str:
-    return re.sub(r"\{[^{}]*\}", "#", without_numbers(pattern.replace(_ANY, "#").replace(_ONE, "#")))
-
-
-def _over_any(segments: tuple[_Segment, ...], reached: set[int]) -> set[int]:
-    """With what is reached when each `**` means no segment."""
-    for at, segment in enumerate(segments):
-        if segment == _ANY and at in reached:
-            reached.add(at + 1)
-    return reached
+    names = path.split(".") if path else []
+    reached = {0}  # how many names the segments so far may stand for: no backtracking
+    for segment in _segments(pattern):
+        if segment == _ANY:
+            reached = set(range(min(reached, default=len(names) + 1), len(names) + 1))
+        else:
+            reached = {at + 1 for at in reached if at < len(names) and _fits(segment, names[at])}
+    return len(names) in reached
 
 
 def _fits(segment: _Segment, name: str) -> bool:
     if isinstance(segment, str):
-        return segment in (name, _ONE, _ANY)
+        return segment in (name, _ONE)
     return is_number(name) and any(first <= int(name) <= last for first, last in segment)
 
 
@@ -182,14 +122,25 @@ def is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and (text == "0" or text[0] != "0") and len(text) < 20
 
 
+def check_path(what: str, pattern: object) -> str:
+    """The pattern, if it is one; `what` is how the error begins."""
+    if not isinstance(pattern, str):
+        raise InvalidPatcherError(
+            f"{what}: {pattern!r} ({type(pattern).__name__}) isn't a path of a module; write for instance "
+            "'model.layers.{0..3}.mlp'."
+        )
+    try:
+        _segments(pattern)
+    except InvalidPatcherError as error:
+        raise InvalidPatcherError(f"{what}: {error}") from error
+    return pattern
+
+
 @lru_cache(maxsize=4096)
 def _segments(pattern: str) -> tuple[_Segment, ...]:
-    if pattern == ROOT:
-        return ()
     if not pattern:
         raise InvalidPatcherError(f"the empty path is ambiguous; write {ROOT!r} for the model itself, '**' for all.")
-    texts = re.sub(r"\{[^}]*", lambda braces: braces[0].replace(".", "\0"), pattern).split(".")
-    return tuple(_segment(pattern, text.replace("\0", ".")) for text in texts)
+    return () if pattern == ROOT else tuple(_segment(pattern, text) for text in _DOT.split(pattern))
 
 
 def _segment(pattern: str, text: str) -> _Segment:
@@ -200,13 +151,32 @@ def _segment(pattern: str, text: str) -> _Segment:
         bounds = [(first, last if dots else first) for first, dots, last in parted]
         if all(is_number(first) and is_number(last) and int(first) <= int(last) for first, last in bounds):
             return tuple((int(first), int(last)) for first, last in bounds)
-    elif text and _IN_OTHERS.isdisjoint(text):
+    elif text and _NOT_IN_NAMES.isdisjoint(text):
         return text
     raise InvalidPatcherError(
         f"{pattern!r} isn't a path of modules, nor is it a regular expression: {text!r} in it has no meaning. Write "
         "names with one dot between them, {0..3} or {0,2..5} for numbers in ascending order, * for one whole name, ** "
         "for any number of names."
     )
+
+
+def nearest_paths(pattern: str, paths: Iterable[str], count: int = 3) -> list[str]:
+    """The paths most like a pattern, best first, with runs of numbers folded.
+
+    >>> nearest_paths("model.layer.{0..9}.mlp", ["model.layers.0.mlp", "model.layers.1.mlp", "model.norm"])[0]
+    'model.layers.{0..1}.mlp'
+    """
+    wanted, folded = _unnumbered(pattern), {_unnumbered(path): path for path in compress(paths)}
+    found = nearest(wanted, folded, count)
+    if not found:  # by what the module is called
+        called = {text: text.rpartition(".")[2] for text in (wanted, *folded)}
+        names = nearest(called.pop(wanted), called.values(), count)
+        found = [text for name in names for text in called if called[text] == name]
+    return [folded[text] for text in found[:count]]
+
+
+def _unnumbered(pattern: str) -> str:
+    return re.sub(r"\{[^{}]*\}|\*+", "#", without_numbers(pattern))
 
 
 def compress(keys: Iterable[str]) -> list[str]:
@@ -235,11 +205,11 @@ def compress(keys: Iterable[str]) -> list[str]:
 
 def _ranges(numbers: list[int]) -> str:
     """`[0, 1, 2]` as `{0..2}`, `[0, 2, 3]` as `{0,2..3}`, one number as itself."""
-    runs: list[tuple[int, int]] = []
+    runs: list[list[int]] = []
     for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], number)
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
         else:
-            runs.append((number, number))
-    texts = [str(first) if first == last else f"{first}..{last}" for first, last in runs]
-    return texts[0] if len(texts) == 1 and ".." not in texts[0] else "{" + ",".join(texts) + "}"
+            runs.append([number])
+    texts = ["..".join(map(str, run)) for run in runs]
+    return texts[0] if len(numbers) == 1 else f"{{{','.join(texts)}}}"

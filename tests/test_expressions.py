@@ -191,6 +191,7 @@ def test_what_the_error_advises_works(monkeypatch: pytest.MonkeyPatch) -> None:
         ("a{1000000}", "repeats more than 1,000 times"),
         ("(" * 4000 + "a" + ")" * 4000, "the expression is too large to be compiled"),
         ("a{99999999999999999999}", "the expression is too large to be compiled"),
+        ("a{" + "9" * 5000 + "}", "the expression is too large to be compiled"),
         ("(", r"isn't a regular expression: .*\. For a literal text write '\\\\\('"),
     ],
 )

@@ -15,7 +15,9 @@ PATHS = strategies.lists(SEGMENTS, min_size=1, max_size=4).map(".".join)
 @given(strategies.sets(PATHS, max_size=30), strategies.sets(PATHS, max_size=30))
 def test_what_is_printed_means_what_it_was_made_of(chosen: set[str], others: set[str]) -> None:
     printed = compress(sorted(chosen))
-    meant = {path for path in chosen | others if any(matches_path(check_path(text), path) for text in printed)}
+    meant = {
+        path for path in chosen | others if any(matches_path(check_path("a path", text), path) for text in printed)
+    }
     assert meant == chosen
 
 
@@ -50,7 +52,7 @@ def test_a_pattern_means(pattern: str, means: list[str], not_this: list[str]) ->
     [
         (3, r"3 \(int\) isn't a path of a module; write for instance 'model\.layers\.\{0\.\.3\}\.mlp'"),
         ("", r"the empty path is ambiguous; write '\(root\)' for the model itself, '\*\*' for all"),
-        ("a..b", r"'a\.\.b' isn't a path of modules, .*: '' in it has no meaning\. Write names with one dot"),
+        ("a..b", r"'a\.\.b' isn't a path of modules, .*: 'a\.\.b' in it has no meaning\. Write names with one dot"),
         ("a.", "'' in it has no meaning"),
         (r"\.mlp$", r"nor is it a regular expression: '\\\\' in it has no meaning"),
         ("layers.(0|1)", r"'\(0\|1\)' in it has no meaning"),
@@ -67,7 +69,7 @@ def test_a_pattern_means(pattern: str, means: list[str], not_this: list[str]) ->
 )
 def test_what_is_no_pattern_is_refused_with_what_to_write(pattern: object, message: str) -> None:
     with pytest.raises(InvalidPatcherError, match=message):
-        check_path(pattern)
+        check_path("a path", pattern)
 
 
 def test_no_pattern_takes_long() -> None:

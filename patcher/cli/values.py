@@ -18,8 +18,7 @@ from patcher import presets
 from patcher.checkpoints.model_classes import config_of
 from patcher.cli.options import WHAT
 from patcher.display.shown import numbered
-from patcher.errors import InvalidPatcherError
-from patcher.patterns import nearest
+from patcher.errors import InvalidPatcherError, nearest
 from patcher.spec.forward_of import forward_of
 from patcher.spec.patcher import Patcher
 from patcher.spec.serialization import FORWARD_OF

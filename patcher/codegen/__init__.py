@@ -48,7 +48,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in ("FileVerification", "verify"):  # which are of a later room, and run models
-        raise no_such_name("patcher.codegen", name, __all__, "dir(patcher.codegen)")
+        raise no_such_name("patcher.codegen", name, __all__)
     value = public_name("patcher.verification.generated_files", name)
     globals()[name] = value
     return value

@@ -83,6 +83,6 @@ _LATE = {cls: home for home, _, cls in (each.partition(":") for each in FAMILIES
 
 def __getattr__(name: str) -> Any:
     if name not in _LATE:
-        raise no_such_name(__name__, name, __all__, "dir(patcher.fusions)")
+        raise no_such_name(__name__, name, __all__)
     value = globals()[name] = public_name(_LATE[name], name)
     return value

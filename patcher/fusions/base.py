@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -153,6 +153,11 @@ class Fusion:
             return Decision(refusal=reason, is_told=bool(patterns))
         return Decision(layouts, self.recipe(module))
 
+    def decisions(self, modules: Mapping[str, nn.Module], surroundings: Surroundings) -> dict[str, Decision]:
+        """What becomes of the modules of a model, each at its path, where the family applies to them."""
+        found = {path: self.decide(path, module, surroundings) for path, module in modules.items()}
+        return {path: each for path, each in found.items() if each is not None}
+
     def rows_together(self, module: nn.Module) -> int:
         """How many rows of each part belong together, as those of a head do: processes that share them take multiples.
 
@@ -183,11 +188,23 @@ def more_than_a_weight_and_bias(module: nn.Module) -> str:
     return ""
 
 
+def why_unlike(names: Sequence[str], layers: Sequence[nn.Module | None]) -> str:
+    """Why layers can't be joined as rows of one, by what they are; "" if they can."""
+    for name, layer in zip(names, layers, strict=True):
+        if type(layer) is not nn.Linear:
+            return f"{name} is {'absent' if layer is None else f'a {type(layer).__qualname__}, no nn.Linear'}"
+        if reason := more_than_a_weight_and_bias(layer):
+            return f"{name} {reason}"
+    linears: Any = layers
+    if len({linear.in_features for linear in linears}) > 1:
+        return f"{', '.join(names)} take inputs of different sizes"
+    if len({linear.weight.dtype for linear in linears}) > 1:
+        return f"{', '.join(names)} have different types"
+    return ""
+
+
 def _paths(family: str, modules: Any) -> tuple[str, ...]:
     listed = [modules] if isinstance(modules, str) or not isinstance(modules, Iterable) else list(modules)
     if not listed:
         raise InvalidPatcherError(f"{family}: modules={modules!r} names none; leave it out for all that can be fused.")
-    try:
-        return tuple(sorted({check_path(pattern) for pattern in listed}))
-    except InvalidPatcherError as error:
-        raise InvalidPatcherError(f"{family}: modules: {error}") from error
+    return tuple(sorted({check_path(f"{family}: modules", pattern) for pattern in listed}))

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from patcher.fusions.methods import trees_of
+from patcher.fusions.methods import readable, trees_of
+from patcher.fusions.purity import Body
 from patcher.source.call_sites import calls_of_child, none_by_default
 
 #: What a part of a joined projection still has.
@@ -29,6 +30,8 @@ class Caller:
         self.name, _, number = path[len(self.path) :].strip(".").partition(".")
         self.is_listed = bool(number)
         self.parameters = _parameters(modules[path]) if path in modules else []
+        #: the attributes of the module whose values say which of its calls run
+        self.constants: dict[str, Any] = {}
 
     @property
     def classes(self) -> tuple[Any, ...]:
@@ -39,10 +42,19 @@ class Caller:
         return self.name, self.is_listed, tuple(type(self.modules.get(path)) for path in around), tuple(names)
 
     def calls(self) -> Iterator[tuple[dict[str, ast.expr], ast.Call, ast.FunctionDef]]:
-        """The arguments of each call by the names of the parameters, the call, and the method it is in."""
-        for tree in trees_of(type(self.module)).values() if self.module is not None else ():
-            for call in calls_of_child(tree, self.name, self.is_listed):
-                yield _given(call, self.parameters), call, tree
+        """The arguments of each call by the names of the parameters, the call, and the method it is in.
+
+        Of calls in branches those that run, by what the module around says of itself.
+        """
+        for _, method in readable(type(self.module)) if self.module is not None else ():
+            calls = calls_of_child(method.node, self.name, self.is_listed)
+            body = Body(method, self.module) if calls else None
+            reached = set(body.reached()) if body is not None else set()
+            if body is not None and not reached.issuperset(calls):
+                self.constants |= body.constants
+            for call in calls:
+                if call in reached:
+                    yield _given(call, self.parameters), call, method.node
 
     def passes(self, parameter: str) -> str:
         """What it passes for a parameter that is None by default, "" if nothing that is known to be anything else."""

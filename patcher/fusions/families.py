@@ -21,9 +21,8 @@ from typing import Any
 
 from packaging.utils import canonicalize_name
 
-from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError
+from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError, nearest
 from patcher.fusions.base import Fusion
-from patcher.patterns import nearest
 
 #: Families that a Patcher finds by name, and where they live: imported when they are used.
 FAMILIES: dict[str, str] = {

@@ -10,22 +10,28 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import nn
 
-from patcher.compat.models import DisableTorchFunction, is_initialized, mark_initialized, named_modules
+from patcher.compat.models import (
+    DisableTorchFunction,
+    is_initialized,
+    mark_initialized,
+    named_modules,
+    named_parameters,
+)
 from patcher.errors import PatchConstructionError
 from patcher.fusions.families import fusion_named, is_our_own, shortest
 from patcher.fusions.looks import member
 from patcher.fusions.methods import is_importable
 from patcher.fusions.old_names import Moved, OldNames
-from patcher.layouts.carried import RECIPE, ModuleLayouts, PickledClass
+from patcher.layouts.carried import RECIPE, ModuleLayouts, reduce_by_recipe
 from patcher.layouts.either_layout import carry
-from patcher.layouts.layouts import Layout, Rows, named_parameter
+from patcher.layouts.layouts import Layout, Rows
 from patcher.layouts.transforms import is_alone
 
 if TYPE_CHECKING:
@@ -67,7 +73,7 @@ def fused_class(fusion: Fusion, original: type[nn.Module], recipe: Hashable) -> 
                 cls._made_by = MadeBy(fusion, original, recipe)  # type: ignore[attr-defined]
                 setattr(cls, RECIPE, (fused_class, fusion, original, recipe))
                 if not issubclass(cls, FusedModule) and "__reduce_ex__" not in vars(cls):
-                    cls.__reduce_ex__ = _reduce  # type: ignore[method-assign]
+                    cls.__reduce_ex__ = reduce_by_recipe  # type: ignore[method-assign]
             if is_importable(original):  # others are freed with their last object
                 _kept[original, key] = cls
         return cls
@@ -98,19 +104,6 @@ def takes_modules(cls: type[nn.Module]) -> bool:
     return issubclass(cls, FusedModule) or hasattr(cls, "from_module")
 
 
-def _reduce(self: Any, protocol: Any) -> Any:
-    """For classes made at run time: the process that reads the pickle makes its own. Not for what derives from one."""
-    cls = type(self)
-    if "_made_by" not in vars(cls):
-        return object.__reduce_ex__(self, protocol)
-    return (_restored, (PickledClass(cls),), self.__getstate__())
-
-
-def _restored(pickled: Any) -> nn.Module:
-    cls = PickledClass.read(pickled)
-    return cls.__new__(cls)  # type: ignore[no-any-return]
-
-
 class FusedModule(OldNames):
     """What rewritten classes have in common: a class of transformers with other parameters and other methods."""
 
@@ -121,7 +114,7 @@ class FusedModule(OldNames):
         made_by, module = self._made_by, cast(nn.Module, self)
         fuse_in_place(module, made_by.fusion.layouts(module), made_by.original, shortest(made_by.fusion))
 
-    __reduce_ex__ = _reduce
+    __reduce_ex__ = reduce_by_recipe
 
 
 def fuse(
@@ -135,14 +128,28 @@ def fuse(
     Raises:
         PatchConstructionError: the class doesn't have the parameters that the layouts of the family give.
     """
-    layouts, name = fusion_named(fusion).layouts(module) if layouts is None else layouts, shortest(fusion)
+    layouts = tuple(fusion_named(fusion).layouts(module) if layouts is None else layouts)
     if not issubclass(cls, FusedModule):
-        return put_in_place(module, cls, layouts, name)
-    # Where a device is in force, every look at a tensor passes through a mode. Ours make tensors of tensors only.
-    with DisableTorchFunction() if is_our_own(name) else nullcontext():
-        fuse_in_place(module, layouts, type(module), name)
-    module.__class__ = cls  # last: it answers to the old names
+        return put_in_place(module, cls, layouts, shortest(fusion))
+    fuse_all([(fusion, module, cls, layouts)])
     return module
+
+
+def fuse_all(modules: Sequence[tuple[str | Fusion, nn.Module, type[nn.Module], Iterable[Layout]]]) -> None:
+    """Make modules those of rewritten classes, each with its family and its layouts.
+
+    Raises:
+        PatchConstructionError: the layouts leave a part of a layer behind.
+    """
+    names = {fusion: shortest(fusion) for fusion in dict.fromkeys(fusion for fusion, *_ in modules)}
+    ours = {fusion for fusion, name in names.items() if is_our_own(name)}
+    for is_ours in (True, False):
+        some = [each for each in modules if (each[0] in ours) is is_ours]
+        # Where a device is in force, every look at a tensor passes through a mode. Ours make tensors of tensors only.
+        with DisableTorchFunction() if is_ours else nullcontext():
+            _fuse_in_place([(module, layouts, type(module), names[fusion]) for fusion, module, _, layouts in some])
+    for _, module, cls, _ in modules:
+        module.__class__ = cls  # last: it answers to the old names
 
 
 def put_in_place(module: nn.Module, cls: Any, layouts: Iterable[Layout], fusion: Any) -> nn.Module:
@@ -154,7 +161,7 @@ def put_in_place(module: nn.Module, cls: Any, layouts: Iterable[Layout], fusion:
     layouts = tuple(layout.of(module) for layout in layouts)
     with torch.device("meta"):
         new: nn.Module = cls.from_module(module)
-    fused = _fused_parameters(module, layouts)
+    fused = _fused_parameters(module, layouts, {each: each.fused_shapes() for each in layouts if type(each) is Rows})
     taken = {name for layout in layouts for name in layout.stock}
     wanted = fused | {name: parameter for name, parameter in module.named_parameters() if name not in taken}
     found = {name: tuple(parameter.shape) for name, parameter in new.named_parameters()}
@@ -182,11 +189,29 @@ def fuse_in_place(module: nn.Module, layouts: Iterable[Layout], original: type[n
     Raises:
         PatchConstructionError: the layouts leave a part of a layer behind.
     """
-    layouts = tuple(layout.of(module) for layout in layouts)
-    if not layouts:
-        return
-    names = tuple(module.state_dict(keep_vars=True))
-    fused, initialized = _fused_parameters(module, layouts), _initialized_layers(module)
+    _fuse_in_place([(module, layouts, original, fusion)])
+
+
+def _fuse_in_place(modules: Iterable[tuple[nn.Module, Iterable[Layout], type[nn.Module], Any]]) -> None:
+    """The same for many, one step after the other: most of them are alike."""
+    resolved = [
+        (module, tuple(each if each.stock_shapes else each.of(module) for each in layouts), *rest)
+        for module, layouts, *rest in modules
+    ]
+    resolved = [each for each in resolved if each[1]]
+    rows = {each for _, layouts, *_ in resolved for each in layouts if type(each) is Rows}
+    shapes: dict[Layout, list[torch.Size]] = {each: each.fused_shapes() for each in rows}
+    carried = []
+    for module, layouts, original, fusion in resolved:
+        names = tuple(module.state_dict(keep_vars=True))
+        _replace_parameters(module, layouts, _fused_parameters(module, layouts, shapes))
+        carried.append((module, ModuleLayouts(layouts, (), fusion, original, names)))
+    for module, each in carried:
+        carry(module, each)
+
+
+def _replace_parameters(module: nn.Module, layouts: Iterable[Layout], fused: Mapping[str, nn.Parameter]) -> None:
+    initialized = _initialized_layers(module)
     before = list(module._modules)
     _remove(module, [name for layout in layouts for name in layout.stock])
     _add(module, fused)
@@ -201,22 +226,28 @@ def fuse_in_place(module: nn.Module, layouts: Iterable[Layout], original: type[n
         module.__dict__.update({name: Moved(name, layout.fused) for name in layout.stock if "." not in name})
         owner, _, last = layout.fused[0].rpartition(".")
         if isinstance(layout, Rows) and len(layout.stock) > 1 and last == "weight":
-            setattr(module, f"{owner}_sizes", layout.sizes)
-    carry(module, ModuleLayouts(layouts, (), fusion, original, names))
+            setattr(module, f"{owner}_sizes", tuple(shape[0] for shape in layout.stock_shapes))
 
 
-def _fused_parameters(module: nn.Module, layouts: Iterable[Layout]) -> dict[str, nn.Parameter]:
-    result = {}
+def _fused_parameters(
+    module: nn.Module, layouts: Iterable[Layout], shapes: Mapping[Layout, list[torch.Size]]
+) -> dict[str, nn.Parameter]:
+    """The parameters that layouts give.
+
+    Args:
+        shapes: of those of rows.
+    """
+    result, held = {}, dict(named_parameters(module))
     for layout in layouts:
-        parameters: list[Any] = [named_parameter(module, name) for name in layout.stock]
+        parameters: list[Any] = [held[name] for name in layout.stock]
         if type(layout) is Rows and {each.device.type for each in parameters} == {"meta"}:
             # To join rows that have no values takes torch a millisecond, and a load does it for each layer.
-            tensors = [parameters[0].detach().new_empty(shape) for shape in layout.fused_shapes()]
+            tensors = [parameters[0].detach().new_empty(shape) for shape in shapes[layout]]
         else:
             with torch.no_grad():
-                tensors = layout.fuse([parameter.detach() for parameter in parameters])
+                tensors = [_alone(each) for each in layout.fuse([parameter.detach() for parameter in parameters])]
         for name, tensor in zip(layout.fused, tensors, strict=True):
-            new = nn.Parameter(_alone(tensor), requires_grad=any(each.requires_grad for each in parameters))
+            new = nn.Parameter(tensor, requires_grad=any(each.requires_grad for each in parameters))
             if all(is_initialized(each) for each in parameters):
                 mark_initialized(new)
             result[name] = new

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from torch import nn
@@ -28,8 +28,9 @@ class KV(QKV):
         for group in super().groups(names):
             yield group[1:]
 
-    def decide(self, path: str, module: nn.Module, surroundings: Surroundings) -> Decision | None:
-        decision = QKV().decide(path, module, surroundings)
-        if decision is not None and not decision.refusal:
-            return Decision(refusal="queries, keys and values have one input, for which there is 'qkv'")
-        return super().decide(path, module, surroundings)
+    def decided(self, modules: Mapping[str, nn.Module], surroundings: Surroundings) -> dict[str, Decision]:
+        found, whole = super().decided(modules, surroundings), QKV().decided(modules, surroundings)
+        for path in found.keys() & whole.keys():
+            if not whole[path].refusal:
+                found[path] = Decision(refusal="queries, keys and values have one input, for which there is 'qkv'")
+        return found

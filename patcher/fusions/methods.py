@@ -4,6 +4,7 @@ from __future__ import annotations
 import __future__
 
 import ast
+import contextlib
 import inspect
 import sys
 import weakref
@@ -150,15 +151,16 @@ def functions_of(cls: type[nn.Module]) -> dict[str, FunctionType]:
     return found
 
 
-def trees_of(cls: type[nn.Module]) -> dict[str, ast.FunctionDef]:
-    """The trees of these methods, those whose source can be read."""
-    trees = {}
+def readable(cls: type[nn.Module]) -> Iterator[tuple[str, Method]]:
+    """These methods by name, those whose source can be read."""
     for name, function in functions_of(cls).items():
-        try:
-            trees[name] = read_function(function).node
-        except NotUnderstoodError:
-            continue
-    return trees
+        with contextlib.suppress(NotUnderstoodError):
+            yield name, read_function(function)
+
+
+def trees_of(cls: type[nn.Module]) -> dict[str, ast.FunctionDef]:
+    """The trees of these."""
+    return {name: method.node for name, method in readable(cls)}
 
 
 def method_to_rewrite(cls: type[nn.Module], name: str) -> Method:

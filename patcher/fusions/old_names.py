@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from patcher.compat.models import is_initialized, mark_initialized
 from patcher.errors import PatchConflictError
-from patcher.layouts.carried import holding, is_quantized
+from patcher.layouts.carried import CARRIED, ModuleLayouts, is_quantized
 from patcher.layouts.sharded import Copied, Whole
 
 ADVICE = "Take the fusions off with Patcher().apply(model) first."
@@ -171,6 +171,15 @@ def more_than_values(rows: torch.Tensor, whole: torch.Tensor, value: Any, *, is_
         "takes the values of a new parameter, and this one is held elsewhere too, and would not be shared "
         "(copy_(...), in torch.no_grad(), writes its values)"
     )
+
+
+def holding(module: Any, name: str) -> tuple[str, ...]:
+    """The parameters that hold what a fused module had under a name; none where the name is its own."""
+    carried: ModuleLayouts | None = vars(module).get(CARRIED)
+    for layout in carried.layouts if carried is not None else ():
+        if any(stock.partition(".")[0] == name for stock in layout.stock):
+            return () if any(fused.partition(".")[0] == name for fused in layout.fused) else layout.fused
+    return ()
 
 
 class OldNames:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from torch import nn
 
-from patcher.compat.models import kept_in_fp32
 from patcher.errors import InvalidPatcherError
-from patcher.fusions.base import Decision, Fusion, more_than_a_weight_and_bias
+from patcher.fusions.base import Decision, Fusion, why_unlike
 from patcher.fusions.callers import Caller
 from patcher.fusions.finding import Surroundings
 from patcher.fusions.fused_module import fused_class
 from patcher.fusions.joined import Joined, JoinedProjections, part_property
 from patcher.fusions.methods import NotUnderstoodError, located, method_to_rewrite, names_in, trees_of
 from patcher.fusions.rewrite import compile_subclass, rewritten
-from patcher.fusions.sharing import Form, digest_of, forms_of
+from patcher.fusions.sharing import Asked, Form, digest_of, forms_of, forms_of_all
 from patcher.layouts.layouts import Layout, Rows
-from patcher.patterns import inside
+
+#: What takes the place of projections, and how their methods are rewritten.
+Plan = tuple[Joined, tuple[Form, ...]]
 
 
 class Projections(Fusion):
@@ -55,10 +56,11 @@ class Projections(Fusion):
     # What the engine asks for.
 
     def is_fusable(self, module: nn.Module) -> bool:
-        return self._decide(module, self.group_in(module), None)[0] is not None
+        return not isinstance(self._planned_alone(module), str)
 
     def refusal(self, module: nn.Module) -> str:
-        return self._decide(module, self.group_in(module), None)[1]
+        plan = self._planned_alone(module)
+        return plan if isinstance(plan, str) else ""
 
     def layouts(self, module: nn.Module) -> Iterator[Layout]:
         group = self.group_in(module)
@@ -72,10 +74,10 @@ class Projections(Fusion):
         if not joined.biased and getattr(module, joined.projections[0]).bias is not None:
             yield Rows(tuple(f"{name}.bias" for name in joined.projections), f"{joined.name}.bias")
 
-    def recipe(self, module: nn.Module) -> tuple[Joined, tuple[Form, ...]]:
-        plan, reason = self._decide(module, self.group_in(module), None)
-        if plan is None:
-            raise InvalidPatcherError(f"{self.name} can't fuse {type(module).__qualname__}: {reason}.")
+    def recipe(self, module: nn.Module) -> Plan:
+        plan = self._planned_alone(module)
+        if isinstance(plan, str):
+            raise InvalidPatcherError(f"{self.name} can't fuse {type(module).__qualname__}: {plan}.")
         return plan
 
     def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
@@ -122,15 +124,33 @@ class Projections(Fusion):
         return cls
 
     def decide(self, path: str, module: nn.Module, surroundings: Surroundings) -> Decision | None:
-        group = self.group_in(module)
-        if group is None:
-            return None
-        if reason := _shared(path, module, group, surroundings, self._free_name(module._modules)):
-            return Decision(refusal=reason)
-        plan, reason = self._decide(module, group, Caller(surroundings.modules, path))
-        if plan is None:
-            return Decision(refusal=reason)
-        return Decision(tuple(self._layouts(module, plan[0])), plan)
+        return self.decided({path: module}, surroundings).get(path)
+
+    def decisions(self, modules: Mapping[str, nn.Module], surroundings: Surroundings) -> dict[str, Decision]:
+        is_own = type(self).decide is not Projections.decide  # of a family that decides one by one
+        return super().decisions(modules, surroundings) if is_own else self.decided(modules, surroundings)
+
+    def decided(self, modules: Mapping[str, nn.Module], surroundings: Surroundings) -> dict[str, Decision]:
+        """What becomes of each of these modules, by their paths: what is alike is looked at once."""
+        groups = self._groups_in(modules)
+        names = {path: self._free_name(modules[path]._modules) for path in groups}
+        reasons = surroundings.not_alone(groups, names)
+        found = {path: Decision(refusal=reason) for path, reason in reasons.items()}
+        left = {path: group for path, group in groups.items() if path not in reasons}
+        plans = self._planned(
+            {path: (modules[path], group, Caller(surroundings.modules, path)) for path, group in left.items()}
+        )
+        layouts: dict[Any, tuple[Layout, ...]] = {}
+        for path, plan in plans.items():
+            if isinstance(plan, str):
+                found[path] = Decision(refusal=plan)
+                continue
+            joined = plan[0]
+            kind = joined, getattr(modules[path], joined.projections[0]).bias is None
+            if kind not in layouts:
+                layouts[kind] = tuple(self._layouts(modules[path], joined))
+            found[path] = Decision(layouts[kind], plan)
+        return {path: found[path] for path in groups}
 
     # How.
 
@@ -145,55 +165,40 @@ class Projections(Fusion):
         biased = tuple(name for name in group if getattr(module._modules[name], "bias", None) is not None)
         return Joined(group, self._free_name(module._modules), () if len(biased) == len(group) else biased)
 
-    def _decide(
-        self, module: nn.Module, group: tuple[str, ...] | None, caller: Caller | None
-    ) -> tuple[tuple[Joined, tuple[Form, ...]] | None, str]:
-        """How to join these projections of a module, or why not."""
+    def _groups_in(self, modules: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:
+        """The children of each module that play the roles, of those that have such."""
+        by_names = type(self).group_in is Projections.group_in
+        known: dict[Any, tuple[str, ...] | None] = {}
+        found: dict[str, tuple[str, ...]] = {}
+        for path, module in modules.items():
+            kind = tuple((name, type(child)) for name, child in module._modules.items()) if by_names else path
+            if kind not in known:
+                known[kind] = self.group_in(module)
+            if (group := known[kind]) is not None:
+                found[path] = group
+        return found
+
+    def _planned_alone(self, module: nn.Module) -> Plan | str:
+        group = self.group_in(module)
         if group is None:
-            return None, "it has no such projections"
-        joined = self._joined(module, group)
-        if reason := _unlike(group, [module._modules[name] for name in group]):
-            return None, reason
-        if "forward" in vars(module):
-            return None, "its forward was replaced on the object"
+            return "it has no such projections"
+        plan = self._planned({"": (module, group, None)})[""]
         try:
-            plan = joined, forms_of(module, group, caller)
-            fused_class(self, type(module), plan)
+            if not isinstance(plan, str):
+                fused_class(self, type(module), plan)
         except NotUnderstoodError as error:
-            return None, str(error)
-        return plan, ""
+            return str(error)
+        return plan
 
-
-def _unlike(group: tuple[str, ...], children: list[nn.Module | None]) -> str:
-    """Why the children can't be joined, by what they are."""
-    for name, child in zip(group, children, strict=True):
-        if type(child) is not nn.Linear:
-            return f"{name} is {'absent' if child is None else f'a {type(child).__qualname__}, no nn.Linear'}"
-        if reason := more_than_a_weight_and_bias(child):
-            return f"{name} {reason}"
-    linears: list[nn.Linear] = children  # type: ignore[assignment]
-    if len({linear.in_features for linear in linears}) > 1:
-        return f"{', '.join(group)} take inputs of different sizes"
-    if len({linear.weight.dtype for linear in linears}) > 1:
-        return f"{', '.join(group)} have different types"
-    return ""
-
-
-def _shared(path: str, module: nn.Module, group: tuple[str, ...], surroundings: Surroundings, joined: str) -> str:
-    """Why the module is not alone in this model."""
-    prefix, model = inside(path), surroundings.model
-    if surroundings.is_shared(module):
-        return "the module is at several places of the model"
-    for name in group:
-        child = module._modules[name]
-        if child is None:
-            continue
-        if surroundings.is_shared(child):
-            return f"{name} is shared with another module"
-        tied = surroundings.tied(f"{prefix}{name}", child)
-        for key, _ in child.named_parameters(prefix=f"{prefix}{name}"):
-            if key in tied:
-                return f"{key.removeprefix(prefix)} is tied"
-            if kept_in_fp32(model, key) != kept_in_fp32(model, f"{prefix}{joined}.weight"):
-                return f"{name} is kept in float32"
-    return ""
+    def _planned(self, asked: Mapping[str, Asked]) -> dict[str, Plan | str]:
+        """How to join the projections of each of these modules, or why not."""
+        children = {path: [module._modules[name] for name in group] for path, (module, group, _) in asked.items()}
+        found: dict[str, Any] = {path: why_unlike(group, children[path]) for path, (_, group, _) in asked.items()}
+        for path, (module, _, _) in asked.items():
+            if not found[path] and "forward" in vars(module):
+                found[path] = "its forward was replaced on the object"
+        forms = forms_of_all({path: each for path, each in asked.items() if not found[path]})
+        for path, answer in forms.items():
+            module, group, _ = asked[path]
+            found[path] = answer if isinstance(answer, str) else (self._joined(module, group), answer)
+        return found

@@ -331,6 +331,34 @@ class Body:
         names = {"__builtins__": {}, self.this: _Said(self)}
         return bool(eval(compile(ast.Expression(test), "<test>", "eval"), names))
 
+    def reached(self, ruled_out: list[tuple[str, ast.AST]] | None = None) -> Iterator[ast.AST]:
+        """The nodes of the function without the branches that what the module says of itself rules out.
+
+        Args:
+            ruled_out: gets those, each with what holds as long as it is.
+        """
+        pending: list[ast.AST] = [self.method.node]
+        while pending:
+            node = pending.pop()
+            yield node
+            children = list(ast.iter_child_nodes(node))
+            if isinstance(node, ast.If | ast.IfExp):
+                try:
+                    holds = self.flag(node.test)
+                except Exception:  # it is of something else as well
+                    pending += children
+                    continue
+                text = ast.unparse(node.test)
+                text = text if holds else f"not ({text})"
+                chosen, others = (
+                    each if isinstance(each, list) else [each]
+                    for each in ((node.body, node.orelse) if holds else (node.orelse, node.body))
+                )
+                if ruled_out is not None:
+                    ruled_out += [(text, each) for each in others]
+                children = [node.test, *chosen]
+            pending += children
+
     # --- what calls do -----------------------------------------------------------------------------------------------
 
     def call(self, node: ast.Call) -> Called:

@@ -39,6 +39,7 @@ from patcher.fusions.joined import Joined
 from patcher.fusions.methods import Method, NotUnderstoodError, names_in, self_of
 from patcher.fusions.sharing import Form, called_parts
 from patcher.source.call_sites import positional_parameters
+from patcher.source.edits import Edit, Text, applied
 from patcher.source.indentation import indented
 from patcher.source.synthetic import module_of_text
 
@@ -53,35 +54,28 @@ def rewritten(method: Method, joined: Joined, form: Form) -> str:
         NotUnderstoodError: it can't be written down safely.
     """
     taken, this = names_in(method.node), self_of(method.node, "self")
-    source = method.source.encode().split(b"\n")  # ast counts columns in bytes
+    text = Text(method.source, ast.Module([method.node], []))
     every = called_parts(method.node, joined.projections)
-    calls = [every[number] for number in form.calls]
+    calls: list[Any] = [every[number] for number in form.calls]
     if form.is_split:
         outputs = {name: _free(f"{name}_output", taken) for name in joined.projections}
-        statement = _statement_of(method.node, calls[0])
-        line, column = statement.lineno, statement.col_offset
         given = ast.unparse(calls[0].args[0])
         lines = [f"{', '.join(outputs.values())} = {this}.{joined.name}({given}).split({this}.{joined.sizes}, dim=-1)"]
         for name in joined.biased:  # the type is that of the product: under autocast it isn't that of the bias
             lines.append(f"{outputs[name]} = {outputs[name]} + {this}.{name}_bias.to({outputs[name]}.dtype)")
-        indent = source[line - 1][:column].decode()
-        if indent.strip():
-            raise NotUnderstoodError("two statements share a line", line)
-        edits = [(line, column, line, column, "".join(f"{each}\n{indent}" for each in lines))]
+        statement = _statement_of(method.node, calls[0])
+        start, indent = text.span(statement)[0], _indent_of(text, statement)
+        edits = [Edit(start, start, "".join(f"{each}\n{indent}" for each in lines))]
     else:
         shared = _free("shared", taken)
         outputs = {name: f'{shared}("{name}", {{}})' for name in joined.projections}
-        edits = [_first_line(method, source, f"{shared} = {this}.shared_input()\n")]
+        edits = [_first_lines(text, method.node, [f"{shared} = {this}.shared_input()"])]
     for call in calls:
-        name = call.func.attr  # type: ignore[attr-defined]
-        result = outputs[name].format(ast.unparse(call.args[0])) + (".clone()" if form.is_copied else "")
-        edits.append((call.lineno, call.col_offset, call.end_lineno or 0, call.end_col_offset or 0, result))
+        result = outputs[call.func.attr].format(ast.unparse(call.args[0])) + (".clone()" if form.is_copied else "")
+        edits.append(Edit(*text.span(call), result))
     if form.checked:
-        edits.append(_first_line(method, source, _check_of(form, method, this, _indent_of(method, source))))
-    edits.sort(key=lambda edit: edit[:2])  # stable, so that what comes in front of one line keeps its order
-    for first, column, last, end_column, text in reversed(edits):
-        source[first - 1 : last] = [source[first - 1][:column] + text.encode() + source[last - 1][end_column:]]
-    return b"\n".join(source).decode()
+        edits.append(_first_lines(text, method.node, _check_of(form, method, this)))
+    return applied(text.text, edits)
 
 
 def _statement_of(function: ast.FunctionDef, call: ast.Call) -> ast.stmt:
@@ -97,27 +91,26 @@ def _free(name: str, taken: set[str]) -> str:
     return name
 
 
-def _indent_of(method: Method, source: list[bytes]) -> str:
-    first = method.node.body[0]
-    indent = source[first.lineno - 1][: first.col_offset].decode()
+def _indent_of(text: Text, statement: ast.stmt) -> str:
+    indent = text.text[text.start_of(statement.lineno) : text.span(statement)[0]]
     if indent.strip():
-        raise NotUnderstoodError("two statements share a line", first.lineno)
+        raise NotUnderstoodError("two statements share a line", statement.lineno)
     return indent
 
 
-def _first_line(method: Method, source: list[bytes], text: str) -> tuple[int, int, int, int, str]:
+def _first_lines(text: Text, function: ast.FunctionDef, lines: Iterable[str]) -> Edit:
     """The edit that puts lines behind the docstring, before the comments above the first statement."""
-    indent, first = _indent_of(method, source), method.node.body[0]
-    if ast.get_docstring(method.node) is not None:
-        line = (first.end_lineno or first.lineno) + 1
+    first = function.body[0]
+    line, indent = first.lineno, _indent_of(text, first)
+    if ast.get_docstring(function) is not None:
+        line = (first.end_lineno or line) + 1
     else:
-        line = first.lineno
-        while not source[line - 2].split(b"#")[0].strip():
+        while not text.lines[line - 2].split("#")[0].strip():
             line -= 1
-    return line, 0, line, 0, "".join(f"{indent}{each}" for each in text.splitlines(keepends=True))
+    return Edit(text.start_of(line), text.start_of(line), "".join(f"{indent}{each}\n" for each in lines))
 
 
-def _check_of(form: Form, method: Method, this: str, indent: str) -> str:
+def _check_of(form: Form, method: Method, this: str) -> list[str]:
     """The lines that leave a call whose arguments aren't what they are annotated with to the original."""
     arguments = method.node.args
     passed = [argument.arg for argument in positional_parameters(method.node)[1:]]
@@ -127,7 +120,7 @@ def _check_of(form: Form, method: Method, this: str, indent: str) -> str:
     if arguments.kwarg is not None:
         passed.append(f"**{arguments.kwarg.arg}")
     conditions = form.checked[0] if len(form.checked) == 1 else " and ".join(f"({each})" for each in form.checked)
-    return f"if not ({conditions}):\n{indent}return super().{method.name}({', '.join(passed)})\n"
+    return [f"if not ({conditions}):", f"    return super().{method.name}({', '.join(passed)})"]
 
 
 def compile_subclass(

@@ -12,7 +12,7 @@ import ast
 import hashlib
 import threading
 import weakref
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,47 +109,65 @@ def called_with(cls: type[nn.Module], names: Iterable[str]) -> list[tuple[str, .
 
 @dataclass(frozen=True, eq=False)
 class _Answer:
-    """What was found out about modules of a class, as long as all that was looked at is what it was."""
+    """What was found out about modules of a class, as long as all that was looked at is what it was.
+
+    Attributes:
+        constants: the attributes of the module, and of the one around it, whose values were used.
+    """
 
     key: Any
     looks: tuple[Any, ...]
-    constants: tuple[tuple[str, Any], ...]
+    constants: tuple[Mapping[str, Any], Mapping[str, Any]]
     forms: tuple[Form, ...]
     reason: str
 
-    def holds_for(self, module: nn.Module, key: Any) -> bool:
-        return (
-            self.key == key
-            and all(vars(module).get(name) == value for name, value in self.constants)
-            and still_found(self.looks)
-        )
+    def is_about(self, module: nn.Module, key: Any, caller: Caller | None) -> bool:
+        modules = (module, caller.module if caller is not None else None)
+        used = ((vars(owner).get(name), value) for owner, each in zip(modules, self.constants, strict=True)
+                for name, value in each.items())  # fmt: skip
+        return self.key == key and all(now == value for now, value in used)
 
 
 _lock = threading.RLock()
 _answers: weakref.WeakKeyDictionary[type[nn.Module], list[_Answer]] = weakref.WeakKeyDictionary()
 
 
+#: A module, the projections that it is about, and the module around it, where that is known.
+Asked = tuple[nn.Module, tuple[str, ...], Caller | None]
+
+
 def forms_of(module: nn.Module, group: tuple[str, ...], caller: Caller | None) -> tuple[Form, ...]:
     """How the methods of a module are rewritten that call several of its projections.
-
-    Args:
-        caller: the module around it, where that is known.
 
     Raises:
         NotUnderstoodError: why they can't be, with the line.
     """
-    cls = type(module)
-    key = group, _structure(module, group), caller.classes if caller is not None else None
+    found = forms_of_all({"": (module, group, caller)})[""]
+    if isinstance(found, str):
+        raise NotUnderstoodError(found)
+    return found
+
+
+def forms_of_all(modules: Mapping[str, Asked]) -> dict[str, tuple[Form, ...] | str]:
+    """The same for many modules by their paths, or why they can't be: what is alike is looked at once."""
+    around = {path: caller.classes if caller is not None else None for path, (_, _, caller) in modules.items()}
+    kept = {cls: is_importable(cls) for cls in {type(module) for module, _, _ in modules.values()}}
+    result: dict[str, tuple[Form, ...] | str] = {}
+    here: dict[type[nn.Module], list[_Answer]] = {}
+    holding: list[_Answer] = []
     with _lock:
-        known = _answers.setdefault(cls, []) if is_importable(cls) else []
-        answer = next((each for each in known if each.holds_for(module, key)), None)
-        if answer is None:
-            answer = _answered(module, group, caller, key)
-            known[:] = [each for each in known if each.key != key or still_found(each.looks)]
-            known.append(answer)
-    if answer.reason:
-        raise NotUnderstoodError(answer.reason)
-    return answer.forms
+        for path, (module, group, caller) in modules.items():
+            cls, key = type(module), (group, _structure(module, group), around[path])
+            known = (_answers if kept[cls] else here).setdefault(cls, [])
+            alike = (each for each in known if each.is_about(module, key, caller))
+            answer = next((each for each in alike if each in holding or still_found(each.looks)), None)
+            if answer is None:
+                answer = _answered(module, group, caller, key)
+                known[:] = [each for each in known if each.key != key or still_found(each.looks)]
+                known.append(answer)
+            holding.append(answer)
+            result[path] = answer.reason or answer.forms
+    return result
 
 
 def _answered(module: nn.Module, group: tuple[str, ...], caller: Caller | None, key: Any) -> _Answer:
@@ -163,7 +181,8 @@ def _answered(module: nn.Module, group: tuple[str, ...], caller: Caller | None, 
         reason = str(error)
     finally:
         noted = looks.end()
-    return _Answer(key, noted, tuple(constants.items()), forms, reason)
+    around = caller.constants if caller is not None else {}
+    return _Answer(key, noted, (constants, around), forms, reason)
 
 
 def _structure(module: nn.Module | None, group: Iterable[str] = ()) -> Any:
@@ -241,9 +260,11 @@ class _Calls:
         body = Body(method, module)
         body.constants = constants
         self._ruled_out: list[tuple[str, ast.AST]] = []
-        self._reached = dict.fromkeys(self._branches_that_run(body))
+        self._reached = dict.fromkeys(body.reached(self._ruled_out))
         self.calls = [call for call in called_parts(method.node, group) if call in self._reached]
         self.are_all_called = {_name(call) for call in self.calls} == {*group}
+        #: those that calls are in, which run again
+        self.loops = {each for call in self.calls for each in self._ancestors(call) if isinstance(each, _LOOPS)}
 
     def form(self) -> Form:
         for call in self.calls:
@@ -285,8 +306,7 @@ class _Calls:
 
     def _nodes_before(self) -> list[ast.AST]:
         """What may run before the last call: only that decides what variables are between the calls."""
-        loops = [each for call in self.calls for each in self._ancestors(call) if isinstance(each, _LOOPS)]
-        end = max(positions(each)[1] for each in (self.calls[-1], *loops))
+        end = max(positions(each)[1] for each in (self.calls[-1], *self.loops))
         return [node for node in self._reached if not hasattr(node, "end_lineno") or positions(node)[0] <= end]
 
     def _known_for(self, region: list[ast.AST]) -> list[str]:
@@ -296,9 +316,8 @@ class _Calls:
             NotUnderstoodError: something may write there, whatever they are.
         """
         tensors = self._given()
-        is_again = any(isinstance(each, _LOOPS) for call in self.calls for each in self._ancestors(call))
         known: Any = {"tensors": tensors, "parts": self.group, "runs": self._before}
-        known["since"] = None if is_again else positions(self.calls[0])[1]
+        known["since"] = None if self.loops else positions(self.calls[0])[1]
 
         def check_with(values: Iterable[str]) -> None:
             check(Body(self.method, self.module, values, **known), region)
@@ -337,33 +356,9 @@ class _Calls:
 
     def _is_again(self, node: ast.AST) -> bool:
         """Whether a statement is in a loop that has calls, but isn't the one that computes the first."""
-        loops = [each for each in self._ancestors(node) if isinstance(each, _LOOPS)]
-        return any(each in self._ancestors(call) for each in loops for call in self.calls)
+        return not self.loops.isdisjoint(self._ancestors(node))
 
     # --- which branches run ------------------------------------------------------------------------------------------
-
-    def _branches_that_run(self, body: Body) -> Iterator[ast.AST]:
-        """The nodes of the method without the branches that what the module says of itself rules out."""
-        pending: list[ast.AST] = [self.method.node]
-        while pending:
-            node = pending.pop()
-            yield node
-            children = list(ast.iter_child_nodes(node))
-            if isinstance(node, ast.If | ast.IfExp):
-                try:
-                    holds = body.flag(node.test)
-                except Exception:  # it is of something else as well
-                    pending += children
-                    continue
-                text = ast.unparse(node.test)
-                text = text if holds else f"not ({text})"
-                chosen, others = (
-                    each if isinstance(each, list) else [each]
-                    for each in ((node.body, node.orelse) if holds else (node.orelse, node.body))
-                )
-                self._ruled_out += [(text, each) for each in others]
-                children = [node.test, *chosen]
-            pending += children
 
     def _matters(self, branch: ast.AST, roots: set[str]) -> bool:
         """Whether it would make a difference if a branch ran after all."""
@@ -421,6 +416,8 @@ class _Calls:
         is_equal = len(given) == len(self.group) and all(each == first for each in others)
         if is_equal and all(len(roots) == 1 for roots in first):
             return every
+        if not passed and not every <= {*parameters_of(node)} and (one := self._one_in_a_branch()):
+            return one
         if self.caller is not None and every <= set(parameters_of(node)) and self.caller.same(tuple(sorted(every))):
             return every
         if passed:
@@ -432,6 +429,14 @@ class _Calls:
             for name, several in given.items()
         )
         raise NotUnderstoodError(f"they are given different variables: {texts}", self.calls[0].lineno)
+
+    def _one_in_a_branch(self) -> set[str]:
+        """The variables that each projection is given in one of the branches."""
+        given: dict[tuple[str, ast.AST], set[str]] = {}
+        for call in self.calls:
+            block = self.around[self._statement(call)]
+            given.setdefault((_argument(call).id, block), set()).add(_name(call))
+        return {name for (name, _), called in given.items() if called == {*self.group}}
 
     def _roots(self, call: ast.Call) -> set[str]:
         """The variables whose value its argument may be: that itself, or those that are assigned to it as they are.
@@ -466,10 +471,8 @@ class _Calls:
         first, last = self.calls[0], self.calls[-1]
         start, end = positions(first)[1], positions(last)[1]
         again = set(self._ancestors(first)) if is_split else set()
-        for call in self.calls:
-            for node in self._ancestors(call):
-                if isinstance(node, _LOOPS) and node not in again:
-                    start, end = min(start, positions(node)[0]), max(end, positions(node)[1])
+        for loop in self.loops - again:
+            start, end = min(start, positions(loop)[0]), max(end, positions(loop)[1])
         containing = set(self._ancestors(last))
         placed = [node for node in self._reached if node is not self.method.node and hasattr(node, "end_lineno")]
         for node in sorted(placed, key=_outer_first):

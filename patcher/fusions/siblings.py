@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import nn
@@ -26,12 +27,14 @@ class Siblings(Projections):
         groups = called_with(type(module), linear) if len(linear) > 1 else []
         return max(groups, key=len, default=None)
 
-    def decide(self, path: str, module: nn.Module, surroundings: Surroundings) -> Decision | None:
-        decision = super().decide(path, module, surroundings)
-        if decision is None and len(linear := _linear(module)) > 1:
-            reason = f"no method of {type(module).__name__} calls two of {', '.join(linear)} with one variable"
-            return Decision(refusal=reason, is_told=False)
-        return decision
+    def decided(self, modules: Mapping[str, nn.Module], surroundings: Surroundings) -> dict[str, Decision]:
+        found = super().decided(modules, surroundings)
+        for path in modules.keys() - found.keys():
+            module = modules[path]
+            if len(linear := _linear(module)) > 1:
+                reason = f"no method of {type(module).__name__} calls two of {', '.join(linear)} with one variable"
+                found[path] = Decision(refusal=reason, is_told=False)
+        return found
 
 
 def _linear(module: nn.Module) -> list[str]:

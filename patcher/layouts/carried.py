@@ -54,6 +54,18 @@ class PickledClass:
         return self
 
 
+def reduce_by_recipe(self: Any, protocol: Any) -> Any:
+    """The `__reduce_ex__` of such a class: whoever reads the pickle makes its own. Not for what derives from one."""
+    cls = type(self)
+    if RECIPE not in vars(cls):
+        return object.__reduce_ex__(self, protocol)
+    return (_bare, (PickledClass(cls),), self.__getstate__())
+
+
+def _bare(pickled: Any) -> Any:
+    return object.__new__(PickledClass.read(pickled))
+
+
 @dataclass(frozen=True)
 class ModuleLayouts:
     """How the parameters of a module become those of transformers.
@@ -232,15 +244,6 @@ def fused_weights(module: nn.Module) -> ModuleLayouts | None:
     """What a fused module carries, None if it isn't fused."""
     found = carried_by(module)
     return found if found is not None and found.layouts else None
-
-
-def holding(module: Any, name: str) -> tuple[str, ...]:
-    """The parameters that hold what a fused module had under a name; none where the name is its own."""
-    carried = carried_by(module)
-    for layout in carried.layouts if carried is not None else ():
-        if any(stock.partition(".")[0] == name for stock in layout.stock):
-            return () if any(fused.partition(".")[0] == name for fused in layout.fused) else layout.fused
-    return ()
 
 
 def fused_modules(model: nn.Module) -> list[Carrier]:

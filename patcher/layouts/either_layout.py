@@ -34,7 +34,7 @@ def carry(module: nn.Module, carried: ModuleLayouts | None) -> None:
     module.__dict__[CARRIED] = carried
     layouts = (*carried.converted, *carried.layouts)  # what is converted may be fused then
     add_load_hook(module, _JoinParts(layouts, module._parameters, module._modules))
-    if any(map(_ambiguous, carried.all)):
+    if any(map(_ambiguous, layouts)):
         module.register_state_dict_post_hook(_mark_layout)  # type: ignore[no-untyped-call]
 
 

@@ -11,7 +11,7 @@ torch.Size([7, 2])
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
@@ -100,6 +100,18 @@ class Layout:
 
     def __str__(self) -> str:
         return f"{', '.join(self.stock)} -> {', '.join(self.fused)} [{type(self).__name__}]"
+
+
+def unlike_parts(layouts: Iterable[Layout], module: nn.Module) -> str:
+    """Why parameters of a module can't become one, which has one type and trains or doesn't; "" if they can."""
+    for layout in layouts:
+        parts = {name: part for name in layout.stock if (part := named_parameter(module, name)) is not None}
+        if len({part.dtype for part in parts.values()}) > 1:
+            return f"{', '.join(parts)} have different types"
+        frozen = [name for name, part in parts.items() if not part.requires_grad]
+        if 0 < len(frozen) < len(parts):
+            return f"{', '.join(frozen)} is frozen, and others of {', '.join(parts)} aren't"
+    return ""
 
 
 @dataclass(frozen=True)

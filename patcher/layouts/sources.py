@@ -17,7 +17,7 @@ import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from patcher.layouts.layouts import Cut, Layout, Rows
-from patcher.layouts.transforms import by_itself, single
+from patcher.layouts.transforms import by_itself
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
@@ -251,5 +251,6 @@ class _AsItIs(ConversionOps):
     def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], full_layer_name: str = "", **kwargs: Any
     ) -> dict[str, torch.Tensor]:
+        (given,) = input_dict.values()
         # In a list, as a tensor that no conversion takes: quanto takes the first row of any other.
-        return {full_layer_name: [single(*input_dict.values())]}  # type: ignore[dict-item]
+        return {full_layer_name: given if isinstance(given, list) else [given]}  # type: ignore[dict-item]

@@ -125,7 +125,7 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
 def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
     """A model of transformers with what a patcher makes of it, in place."""
     entry = InForce(patcher, "patcher=")
-    check_built(patcher, set(map(type, model.modules())), type(model).__module__, all_there=True)
+    check_built(patcher, set(map(type, model.modules())), all_there=True)
     construction = Construction(ClassRules((entry,)), by_hand=True)
     known: dict[str, Any] = {"read": has_used_conversions(model)}
     if patcher.class_mapping or patcher.module_mapping or patcher.dropped_weights or converts(patcher):

@@ -17,7 +17,7 @@ from patcher.compat.conversions import copy_transform, dot_natural_key, source_p
 from patcher.compat.models import state_tensors, stock_class
 from patcher.construction.construction import Construction
 from patcher.construction.in_force import LAYOUT, InForce, Key, Outcome, Unused
-from patcher.errors import InvalidPatcherError, PatchedWeightsError, PatcherError, UnmatchedPatchError, warn
+from patcher.errors import InvalidPatcherError, PatchedWeightsError, PatcherError, UnmatchedPatchError, nearest, warn
 from patcher.expressions import cut, search
 from patcher.functions.models import NO_FUNCTIONS, Functions
 from patcher.fusions.base import Fusion
@@ -25,10 +25,10 @@ from patcher.fusions.families import fusion_named
 from patcher.layouts.selection import converts
 from patcher.layouts.transforms import conversions_of, describe, identity
 from patcher.loading.routes import Routing
-from patcher.patterns import compress, is_expression, matches_path, nearest, nearest_paths
+from patcher.patterns import compress, is_expression, matches_path, nearest_paths
 from patcher.resolution.resolution import NO_CHANGE, Resolution
 from patcher.spec.like import Like
-from patcher.spec.validation import MODULE_MAPPINGS
+from patcher.spec.validation import MODULE_MAPPINGS, required_groups
 
 if TYPE_CHECKING:
     from patcher.loading.load import Selected
@@ -124,8 +124,7 @@ def found_in_modules(
     unused: dict[Unused, Callable[[], str]] = {}
     for entry in construction.rules.entries:
         patcher = entry.patcher
-        grouped = {key for group in patcher.alternatives for key in group}
-        for group in (*patcher.alternatives, *((key,) for key in patcher.class_mapping if key not in grouped)):
+        for group in required_groups(patcher.class_mapping, patcher.alternatives):
             unused[entry, "class_mapping", group] = partial(_no_class, group, places, classes)
         for key in patcher.module_mapping:
             unused[entry, "module_mapping", (key,)] = partial(_no_module, "module_mapping:", key, places)

@@ -37,14 +37,15 @@ def judge(
         UnmatchedPatchError: a filter or a conversion had no effect.
         PatchedWeightsError: parameters of replaced modules are missing, tensors are left over, a conversion failed.
     """
+    failure = routing.failure
     diagnostics = selected.diagnostics.adding(routing.problem, strict=True)
     done: dict[str, Any] = {
         "read": not routing.is_runtime_layout,
         "routes": tuple(route for route in routing.routes if route.is_carried),
         "dropped": selected.conversions.dropped,
     }
-    if routing.failure is not None:
-        diagnostics = replace(diagnostics, errors=(*diagnostics.errors, routing.failure))
+    if failure is not None:
+        diagnostics = replace(diagnostics, errors=(*diagnostics.errors, failure))
     else:
         outcome = found_by_reading(selected, routing, checkpoint, info.unexpected_keys)
         if selected.dry_run is None:
@@ -111,7 +112,8 @@ class _Weights:
         if absent:  # persistent buffers keep what was computed, so only parameters count
             absent &= {name for name, _ in named_parameters(model)} - ties(model).keys()
         left_over = set(filter(self._is_under_replaced, info.unexpected_keys))
-        self.new, self.dropped = self._declared(absent, "new_weights"), self._declared(left_over, "dropped_weights")
+        declared = self._declared(absent, "new_weights"), self._declared(left_over, "dropped_weights")
+        self.new, self.dropped = map(ordered, declared)
         self.absent, self.left_over = absent.difference(self.new), left_over.difference(self.dropped)
 
     def _maker(self, name: str) -> str:
@@ -122,9 +124,9 @@ class _Weights:
         prefix = inside(self.model.base_model_prefix)
         return any(name.startswith(self._replaced) for name in (key, prefix + key, key.removeprefix(prefix)))
 
-    def _declared(self, keys: Iterable[str], name: str) -> tuple[str, ...]:
+    def _declared(self, keys: Iterable[str], name: str) -> list[str]:
         expressions = [text for patcher in self.patchers for text in getattr(patcher, name)]
-        return ordered(key for key in keys if any(search(text, key) for text in expressions))
+        return [key for key in keys if any(search(text, key) for text in expressions)]
 
     def error(self, stock_routing: Callable[[], Routing]) -> PatchedWeightsError | None:
         """The error for them: what the stock load would miss or ignore as well doesn't count."""

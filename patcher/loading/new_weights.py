@@ -37,7 +37,7 @@ from patcher.loading.record import record_of
 from patcher.loading.saving import SavePlan, plan_original_format
 from patcher.patterns import compress
 from patcher.resolution.resolution import skeleton
-from patcher.spec import files
+from patcher.spec import serialization
 from patcher.spec.patcher import Patcher
 
 METADATA = "patcher_new_weights"
@@ -77,7 +77,7 @@ def save_new_weights(model: PreTrainedModel, folder: str | os.PathLike[str]) -> 
     tensors = {name: whole(state[name]).detach().to("cpu").contiguous() for name in names}
     if distributed.is_initialized() and distributed.get_rank() != 0:
         return
-    files.write(data, folder)
+    serialization.write(data, folder)
     metadata = named_in_metadata({"format": "pt"}, names, names, model)
     save_file(tensors, Path(folder, FILE_NAME), metadata=metadata)
     sort_metadata(Path(folder, FILE_NAME))
@@ -116,7 +116,7 @@ def load_new_weights(model: PreTrainedModel, folder: str | os.PathLike[str]) -> 
             f"{path} can't be read ({type(error).__name__}: {str(error)[:300]}). Give the folder that "
             "patcher.save_new_weights(model, folder) has written."
         ) from error
-    saved, own = files.read(folder, {}), _patcher_of(model).to_dict()
+    saved, own = serialization.read(folder, {}), _patcher_of(model).to_dict()
     differing = {name for name in {**own, **saved} if own.get(name) != saved.get(name)} - _SAYS_NOTHING
     if differing:
         raise InvalidPatcherError(

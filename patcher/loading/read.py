@@ -120,6 +120,7 @@ def _routed(selected: Selected, checkpoint: Mapping[str, Any], mapping: list[Any
     model, quantizer = selected.model, load_config.hf_quantizer
     if selected.runtime_layout:
         return _as_it_is(model, checkpoint, mapping)
+    unknown = unknown_keys(selected)
     conversions = Conversions(
         mapping,
         selected.conversions.added,
@@ -131,7 +132,7 @@ def _routed(selected: Selected, checkpoint: Mapping[str, Any], mapping: list[Any
         model,
         checkpoint,
         conversions,
-        unknown=unknown_keys(selected),
+        unknown=unknown,
         is_quantized=is_prequantized(quantizer),
         dtype=(lambda name: _dtype(load_config, own, name)) if selected.dry_run is None else None,
     )

@@ -220,7 +220,12 @@ class _Router:
     def __post_init__(self) -> None:
         self.own = state_tensors(self.model)
         self.fused = fused_modules(self.model)
-        self.layouts = [layout for each in self.fused for layout in each.fused]
+        prefixes = [each.prefix for each in self.fused]
+        #: the layouts, each with what its names begin with; and by the names that they have in the model
+        self.placed = [
+            (at, each) for at, one in zip(prefixes, self.fused, strict=True) for each in one.carried.layouts
+        ]
+        self.layouts = [layout.named(prefix.__add__) for prefix, layout in self.placed]
         self.tensors, self.wanted = self.stock or (
             stock_tensors(self.own, self.layouts),
             {name for layout in self.layouts for name in layout.stock},
@@ -469,10 +474,12 @@ class _Router:
         at = {name: key for key, name in self.unused.items() if key in routing.rest}
         already = {name for layout in self.layouts for name in layout.fused} & at.keys()
         routing.is_runtime_layout = bool(already)
-        share(routing.rest, at, self.layouts)
         self.unfit.companions += self._companions({path for path, *_ in self.fused} if self.is_quantized else set())
-        own_names = ((each.prefix, layout) for each in self.fused for layout in each.carried.layouts)
-        for layout, (prefix, shown) in zip(self.layouts, own_names, strict=True):
+        share(routing.rest, at, self.layouts)
+        made = [layout.fused_shapes() for layout in self.layouts]
+        shapes = {name: shape_of(part.source) for name, part in self.parts.items()}
+        read: list[tuple[int, list[_Part]]] = []
+        for number, layout in enumerate(self.layouts):
             found = [self.parts[name] for name in layout.stock if name in self.parts]
             if not found:
                 routing.parts_of |= dict.fromkeys(layout.fused, layout.stock)
@@ -481,28 +488,32 @@ class _Router:
                 self.unfit.lacking += [name for name in layout.stock if name not in self.parts]
                 continue
             unfit = [
-                f"{name}: found {shape_of(part.source)}, expected {shape}"
+                f"{name}: found {shapes[name]}, expected {shape}"
                 for name, part, shape in zip(layout.stock, found, layout.stock_shapes, strict=True)
-                if shape_of(part.source) != shape and unknown.isdisjoint(part.keys)
+                if shapes[name] != shape and unknown.isdisjoint(part.keys)
             ]
             if unfit:
                 self.unfit.misfits += unfit
                 continue
             keys = tuple(dict.fromkeys(key for part in found for key in part.keys))
-            routing.routes.append(Route(keys, layout.fused, shown))
-            self.shapes |= zip(layout.fused, map(tuple, layout.fused_shapes()), strict=True)
-            if self.dtype is not None:
-                sources = self._one_by_one(prefix, shown, found[0]) or fused_sources(layout, [p.source for p in found])
-                routing.sources |= zip(layout.fused, sources, strict=True)
+            routing.routes.append(Route(keys, layout.fused, self.placed[number][1]))
+            self.shapes |= zip(layout.fused, map(tuple, made[number]), strict=True)
+            read.append((number, found))
             if twice := already.intersection(layout.fused):
                 self.unfit.twice.append(f"{min(twice)} twice: as it is, and as {', '.join(keys)}")
+        read = read if self.dtype is not None else []
+        for number, found in read:
+            prefix, layout = self.placed[number]
+            own = self._one_by_one(prefix, layout, found[0]) if isinstance(layout, Matrices) else []
+            made_of = own or fused_sources(layout, [part.source for part in found])
+            routing.sources |= zip(self.layouts[number].fused, made_of, strict=True)
         if already:
             routing.parts_of = {}  # what such a checkpoint lacks, it lacks under its own names
         routing.problem = self.unfit.error()
 
-    def _one_by_one(self, prefix: str, layout: Layout, part: _Part) -> list[Any]:
+    def _one_by_one(self, prefix: str, layout: Matrices, part: _Part) -> list[Any]:
         """What a checkpoint has for each layer of a layout that stock would stack first; none where it hasn't that."""
-        if not (isinstance(layout, Matrices) and part.stacked):
+        if not part.stacked:
             return []
         names, shape = keys_of_experts(prefix, layout, self.revert), layout.fused_shapes()[0]
         found = [part.stacked.get(names.get(name, "")) for name in layout.fused]

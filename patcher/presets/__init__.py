@@ -49,7 +49,7 @@ class Fitting(tuple[Patcher, ...]):
 
 def __getattr__(name: str) -> Patcher:
     if name not in __all__:
-        raise errors.no_such_name(__name__, name, __dir__(), "dir(patcher.presets)")
+        raise errors.no_such_name(__name__, name, __dir__())
     if name == "LIGER":  # on access, as it needs a package that may not be installed
         given = kernels.arguments()
     else:
@@ -73,7 +73,7 @@ def describe(name: str) -> str:
         AttributeError: there is no such preset.
     """
     if name not in __all__:
-        raise errors.no_such_name(__name__, name, __all__, "dir(patcher.presets)")
+        raise errors.no_such_name(__name__, name, __all__)
     if name == "LIGER":
         texts = [inspect.cleandoc(kernels.__doc__ or "")]
     else:

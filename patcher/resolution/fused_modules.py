@@ -14,7 +14,7 @@ from patcher.construction.construction import Construction
 from patcher.construction.init_hooks import cover_new_classes
 from patcher.construction.modules_by_path import arguments_of
 from patcher.fusions.families import is_our_own
-from patcher.fusions.fused_module import fuse
+from patcher.fusions.fused_module import FusedModule, fuse, fuse_all
 from patcher.resolution.resolution import NO_CHANGE, Resolution, resolve_standing
 
 
@@ -63,13 +63,16 @@ def fuse_standing_modules(construction: Construction, model: PreTrainedModel) ->
     """Fuse the constructed modules of a model: with initial values, or on the meta device in a load."""
     resolve_fusions(construction, model)
     resolution: Resolution = construction.resolution or NO_CHANGE
-    fusions = resolution.fusion_plan.by_path
-    for path, cls in resolution.fused.items():
+    plan, classes, fusions = resolution.fusion_plan, resolution.fused, resolution.fusion_plan.by_path
+    modules = {path: model.get_submodule(path) for path in classes if path not in plan.rebuilt}
+    # Not those of a part that was loaded separately.
+    left = [path for path, module in modules.items() if unrebound(type(module)) is not classes[path]]
+    in_place = [path for path in left if issubclass(classes[path], FusedModule)]
+    fuse_all([(fusions[path], modules[path], classes[path], plan.layouts.get(path, ())) for path in in_place])
+    for path in left:
         module = model.get_submodule(path)
-        if path in resolution.fusion_plan.rebuilt or unrebound(type(module)) is cls:
-            continue  # or it is of a part that was loaded separately
-        fused = fuse(fusions[path], module, cls, resolution.fusion_plan.layouts.get(path, ()))
-        mark_original_class(fused, resolution.original_classes[path])
-        if fused is not module:
+        if path not in in_place:
+            module = fuse(fusions[path], module, classes[path], plan.layouts.get(path, ()))
             parent_path, _, name = path.rpartition(".")
-            model.get_submodule(parent_path)._modules[name] = fused
+            model.get_submodule(parent_path)._modules[name] = module
+        mark_original_class(module, resolution.original_classes[path])

@@ -34,7 +34,7 @@ from patcher.functions.models import (
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusion_named, shortest
 from patcher.fusions.finding import discover
-from patcher.fusions.fused_module import fused_class, original_of, takes_modules
+from patcher.fusions.fused_module import takes_modules
 from patcher.layouts.carried import fused_weights
 from patcher.layouts.layouts import Layout
 from patcher.layouts.selection import select_conversions
@@ -201,9 +201,8 @@ def resolve_standing(
         refused.update(found.refused)
         refused_by[named] = found.refused
         by_fusion[named] = (*kept, *found.matches)
-        for path, module in found.matches.items():
-            fused[path] = fused_class(fusion, original_of(module), found.recipes[path])
-            layouts[path] = found.layouts[path]
+        fused |= found.classes
+        layouts |= found.layouts
         if found.matches:
             transforms += fusion.make_transforms(model.config, MappingProxyType(dict(found.matches)))
 

@@ -8,7 +8,7 @@ import functools
 from patcher.source.reading import Definition
 from patcher.source.scopes import bound_by, top_level
 
-_BINDING = (Definition, ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom)
+_BINDING = (Definition, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Import, ast.ImportFrom)
 
 
 def find(tree: ast.Module, name: str) -> list[ast.stmt]:

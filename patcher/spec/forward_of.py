@@ -1,26 +1,24 @@
 """`patcher.forward_of(Layer)`: the class that is replaced, with the forward of a layer without an `__init__`.
 
-That is how layers of the `kernels` package are written: a class whose `forward` reads the parameters and attributes of
-whatever module it is put on.
+So are layers of the `kernels` package written: `forward` reads what the module has that it is put on.
 """
 
 from __future__ import annotations
 
-import copyreg
 import dis
 import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from patcher.errors import InvalidPatcherError, PatchConstructionError
-from patcher.layouts.carried import RECIPE
+from patcher.layouts.carried import RECIPE, reduce_by_recipe
 
 #: What a layer says of itself, beside its forward.
 FLAGS = ("has_backward", "can_torch_compile")
@@ -39,21 +37,11 @@ class ForwardOf:
         object.__setattr__(self, "__qualname__", repr(self))  # what messages call it, as they do a class
 
     def on(self, original: type[nn.Module]) -> type[nn.Module]:
-        """The class that is built in place of one: a subclass of it, of its name.
-
-        Raises:
-            PatchConstructionError: the forward can't be called as that of the original.
-        """
+        """The class that is built in place of one: a subclass of it, of its name."""
         return _made(original, self.layer)
 
 
-class Loads(Protocol):
-    """A repository of the `kernels` package."""
-
-    def load(self) -> type[nn.Module]: ...
-
-
-def forward_of(layer: type[nn.Module] | Loads) -> ForwardOf:
+def forward_of(layer: Any) -> ForwardOf:
     """A replacement that is the original class, with the forward of a layer.
 
     >>> import torch
@@ -71,45 +59,32 @@ def forward_of(layer: type[nn.Module] | Loads) -> ForwardOf:
     `has_backward = False` refuses training, one that says `can_torch_compile = False` refuses `torch.compile`.
 
     Args:
-        layer: a layer, or what loads one, such as `kernels.LayerRepository` or `kernels.LocalLayerRepository`. That
-            is a class of modules with a `forward`, and with nothing else that the forward could need: no `__init__`,
-            no other methods, no `super()`. For what doesn't fit write a replacement class.
+        layer: a class of modules with a `forward`, and nothing else that it could need: no `__init__`, no other
+            methods, no `super()`; or what loads one, as a `LayerRepository` of `kernels` does.
 
     Raises:
-        InvalidPatcherError: the layer is something else.
+        InvalidPatcherError: the layer is something else, for which a replacement class has to be written.
     """
     layer = layer if isinstance(layer, type) or not hasattr(layer, "load") else layer.load()
     if not (isinstance(layer, type) and issubclass(layer, nn.Module)):
         raise InvalidPatcherError(f"forward_of takes a class of modules, found {layer!r}; write forward_of(Layer).")
-    own = layer.__mro__[: layer.__mro__.index(nn.Module)]
-    members = {member for cls in own for member in vars(cls)} - {*FLAGS} - {"forward"}
-    members = {member for member in members if not (member.startswith("__") and member.endswith("__"))}
-    if layer.forward is nn.Module.forward:
-        reason = "has no forward"
-    elif layer.__init__ is not nn.Module.__init__:
-        reason = "has an __init__ of its own, which would not run"
-    elif members:
-        reason = f"has {', '.join(sorted(members))} besides its forward, which the original would not have"
-    elif not isinstance(layer.forward, types.FunctionType) or "__class__" in layer.forward.__code__.co_freevars:
-        reason = "has a forward that is not a plain function without super(), which has another meaning there"
-    else:
-        return ForwardOf(layer)
-    raise InvalidPatcherError(
-        f"forward_of: {layer.__qualname__} {reason}; give the class itself as the replacement, derived from what it "
-        "replaces."
-    )
-
-
-class _Made(type):
-    """The class of classes with another forward: they are pickled by how they are made."""
-
-
-copyreg.pickle(_Made, lambda cls: (vars(cls)[RECIPE][0], vars(cls)[RECIPE][1:]))
+    own = {member for cls in layer.__mro__[: layer.__mro__.index(nn.Module)] for member in vars(cls)}
+    more = sorted(each for each in own - {*FLAGS, "forward"} if each == "__init__" or not each.startswith("__"))
+    forward: Any = layer.forward
+    is_plain = isinstance(forward, types.FunctionType) and "__class__" not in forward.__code__.co_freevars
+    if more or not is_plain or forward is nn.Module.forward:
+        reason = f"{', '.join(more)} besides its forward" if more else "no forward that is a function without super()"
+        raise InvalidPatcherError(
+            f"forward_of: {layer.__qualname__} has {reason}, and the original gets nothing but that; give the class "
+            "itself as the replacement, derived from what it replaces."
+        )
+    return ForwardOf(layer)
 
 
 def shown_name(cls: type[nn.Module]) -> str:
     """What reports call the class of a replacement."""
-    return repr(ForwardOf(vars(cls)[RECIPE][2])) if isinstance(cls, _Made) else cls.__qualname__
+    made, *of = vars(cls).get(RECIPE, (None,))
+    return repr(ForwardOf(of[1])) if made is _made else cls.__qualname__
 
 
 #: (original, layer) -> the class that was made of them, as long as it is used
@@ -126,20 +101,13 @@ class _Absent:
 def _made(original: type[nn.Module], layer: type[nn.Module]) -> type[nn.Module]:
     if (made := _classes.get((original, layer))) is not None:
         return made
-    if type(original) is not type:
+    new, old = (inspect.signature(cls.forward) for cls in (layer, original))
+    if [each.kind for each in new.parameters.values()] != [each.kind for each in old.parameters.values()]:
         raise PatchConstructionError(
-            f"{original.__qualname__} has a metaclass, {type(original).__qualname__}, so forward_of("
-            f"{layer.__qualname__}) can't derive a class from it: write one."
+            f"{layer.__qualname__}.forward{new} can't be called as {original.__qualname__}.forward{old}, in whose "
+            "place it is to run. Give it the parameters of that one."
         )
-    kinds = ([each.kind for each in inspect.signature(cls.forward).parameters.values()] for cls in (layer, original))
-    if len({tuple(each) for each in kinds}) > 1:
-        raise PatchConstructionError(
-            f"{layer.__qualname__}.forward{inspect.signature(layer.forward)} can't be called as "
-            f"{original.__qualname__}.forward{inspect.signature(original.forward)}, in whose place it is to run. Give "
-            "it the parameters of that one."
-        )
-    forward: Any = layer.forward
-    needed = [name for name in dict.fromkeys(_read(forward)) if not hasattr(nn.Module, name)]
+    needed = [name for name in dict.fromkeys(_read(cast(Any, layer.forward))) if not hasattr(nn.Module, name)]
 
     @functools.wraps(original.__init__)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
@@ -151,21 +119,16 @@ def _made(original: type[nn.Module], layer: type[nn.Module]) -> type[nn.Module]:
                 f"no such attribute. Have it read what the original has, or replace the class by one of your own."
             )
 
-    cls: Any = _Made(
-        original.__name__,
-        (original,),
-        {
-            "__module__": original.__module__,
-            "__qualname__": original.__qualname__,
-            "__doc__": original.__doc__,
-            "__init__": __init__,
-            "forward": _guarded(layer, f"{layer.__qualname__}, in place of {original.__qualname__}.forward,"),
-            "kernel_layer_name": _Absent(),
-            RECIPE: (_made, original, layer),
-        },
-    )
-    _classes[original, layer] = cls
-    return cls  # type: ignore[no-any-return]
+    body = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")} | {
+        "__init__": __init__,
+        "__reduce_ex__": reduce_by_recipe,
+        "forward": _guarded(layer, f"{layer.__qualname__}, in place of {original.__qualname__}.forward,"),
+        "kernel_layer_name": _Absent(),
+        RECIPE: (_made, original, layer),
+    }
+    metaclass: Any = type(original)
+    _classes[original, layer] = made = metaclass(original.__name__, (original,), body)
+    return cast("type[nn.Module]", made)
 
 
 def _read(function: types.FunctionType) -> Iterator[str]:
@@ -178,53 +141,45 @@ def _read(function: types.FunctionType) -> Iterator[str]:
         before = loaded[-1] if isinstance(loaded, tuple) else loaded  # from Python 3.13 on some load two
 
 
-def _guarded(layer: type[nn.Module], who: str) -> Callable[..., Any]:
+def _guarded(layer: type[nn.Module], who: str) -> Any:
     """The forward of a layer, that refuses what the layer says it can't."""
-    forward: Callable[..., Any] = layer.forward
-    has_backward = getattr(layer, "has_backward", True)
-    can_compile = getattr(layer, "can_torch_compile", True)
+    forward: Any = layer.forward
+    has_backward, can_compile = (getattr(layer, flag, True) for flag in FLAGS)
     if has_backward and can_compile:
         return forward
+    no_backward = (
+        f"{who} has no backward pass (has_backward = False): it can't train. Call model.eval(), or load the model "
+        "without it."
+    )
 
-    def refuse() -> None:
+    def refuse_to_compile() -> None:
         raise RuntimeError(f"{who} can't be compiled (can_torch_compile = False): don't compile the model.")
 
-    without_backward: Any = _WithoutBackward.apply
-    at_compile_time: Any = torch.compiler.assume_constant_result  # what it returns runs while a forward is traced
-    refuse = at_compile_time(refuse)
+    # What it makes of a function runs while a forward is traced.
+    while_traced = cast(Any, torch.compiler.assume_constant_result)(refuse_to_compile)
 
     @functools.wraps(forward)
     def guarded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not can_compile and torch.compiler.is_compiling():
-            refuse()
+            while_traced()
         if has_backward or not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
         if self.training:
-            raise RuntimeError(
-                f"{who} has no backward pass (has_backward = False): it can't train. Call model.eval(), or load the "
-                "model without it."
-            )
-        with torch.no_grad():
-            result = forward(self, *args, **kwargs)
+            raise RuntimeError(no_backward)
         inputs = [each for each in (*args, *kwargs.values(), *self.parameters()) if isinstance(each, torch.Tensor)]
-        source = next((each for each in inputs if each.requires_grad), None)
-        if source is None:
-            return result
-        if isinstance(result, torch.Tensor):
-            return without_backward(who, source, result)
-        return tuple(without_backward(who, source, each) for each in result)
+        return cast(Any, _WithoutBackward).apply(no_backward, lambda: forward(self, *args, **kwargs), *inputs)
 
     return guarded
 
 
 class _WithoutBackward(torch.autograd.Function):
-    """What was computed without a graph, in a graph: going back through it is an error, not a missing gradient."""
+    """What is computed without a graph, in a graph: going back through it is an error, not a missing gradient."""
 
     @staticmethod
-    def forward(ctx: Any, who: str, source: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        ctx.who = who
-        return result.view_as(result)
+    def forward(ctx: Any, message: str, compute: Any, *inputs: torch.Tensor) -> Any:
+        ctx.message = message
+        return compute()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError(f"{ctx.who} has no backward pass (has_backward = False): it can't train.")
+        raise RuntimeError(ctx.message)

@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
+import pkgutil
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 from patcher.compat.modeling_code import home_of
-from patcher.errors import InvalidPatcherError, PatchConflictError
+from patcher.errors import InvalidPatcherError
+from patcher.patterns import agreed
 from patcher.source.alike import candidates, difference, without_kernel
 
 PREFIX = "like:"
+_NAME = r"(?!__)[^\W\d]\w*"
+_REFERENCE = re.compile(rf"(?:{_NAME}(?:\.{_NAME})*:)?{_NAME}(?:\.{_NAME})*")
+
+
+def is_reference(text: Any) -> bool:
+    """Whether it is the name of a class or function, or `module:name`, and none that Python reserves."""
+    return isinstance(text, str) and _REFERENCE.fullmatch(text) is not None
+
+
+def reference(thing: Any) -> str:
+    """`module:name` of a class or function, whether or not an import finds it there."""
+    return f"{getattr(thing, '__module__', None)}:{getattr(thing, '__qualname__', repr(thing))}"
+
+
+def imported(what: str, where: str) -> Any:
+    """The class or function that is called `module:name`; `what` is how the error begins if there is none."""
+    try:
+        return pkgutil.resolve_name(where)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidPatcherError(
+            f"{what}: {where} can't be imported: {type(error).__name__}: {error}. "
+            "Install the package that has it, or correct the name."
+        ) from error
 
 
 class Like(str):
@@ -24,48 +48,27 @@ class Like(str):
     def __repr__(self) -> str:
         return f"like({self.target!r})"
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Like, (str(self),)
-
     @property
     def target(self) -> str:
         """`module:name`, or the name of a class of transformers."""
         return self.removeprefix(PREFIX)
 
     def resolve(self) -> Any:
-        """The target itself. Its module is imported.
-
-        Raises:
-            InvalidPatcherError: there is no such class or function.
-        """
-        module, _, name = self.target.rpartition(":")
-        module = module or home_of(name)
-        found: Any = sys.modules.get(module)
-        try:
-            found = importlib.import_module(module) if found is None else found
-            for part in name.split("."):
-                found = getattr(found, part)
-        except (ImportError, AttributeError) as error:
-            raise InvalidPatcherError(
-                f"{self!r}: there is no {name} in {module} ({type(error).__name__}: {error}). Correct the name."
-            ) from error
-        return found
+        """The target itself. Its module is imported."""
+        return imported(repr(self), self.target if ":" in self.target else f"{home_of(self.target)}:{self.target}")
 
     def matches(self, other: type | Callable[..., Any]) -> bool:
         """Whether a class or function computes the same as the target, by the code that runs.
 
-        >>> from patcher import like
-        >>> from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-        >>> from transformers.models.mistral.modeling_mistral import MistralRMSNorm
-        >>> like("LlamaRMSNorm").matches(MistralRMSNorm), like("LlamaRMSNorm").matches(GemmaRMSNorm)
+        >>> from transformers.models.mistral.modeling_mistral import MistralMLP, MistralRMSNorm
+        >>> like("LlamaRMSNorm").matches(MistralRMSNorm), like("LlamaRMSNorm").matches(MistralMLP)
         (True, False)
         """
-        return not difference(self.resolve(), other)
+        return not self.why_not(other)
 
     def why_not(self, other: type | Callable[..., Any]) -> str:
         """The first difference to the target, "" if there is none.
 
-        >>> from patcher import like
         >>> from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
         >>> like("LlamaRMSNorm").why_not(GemmaRMSNorm)
         'LlamaRMSNorm: only one has _norm'
@@ -96,28 +99,18 @@ def like(target: str | type | Callable[..., Any]) -> Like:
         InvalidPatcherError: the target is neither, or transformers has no class of that name.
     """
     target = without_kernel(target)
-    if not isinstance(target, str):
-        name = str(getattr(target, "__qualname__", "<locals>"))
-        if "<locals>" in name:
-            raise InvalidPatcherError(
-                f"like: {target!r} is not a class or function that its module has; write its name, "
-                "like('LlamaRMSNorm'), or like('module:name')."
-            )
-        target = f"{target.__module__}:{name}"
-    if isinstance(target, Like):
-        return target
-    target = target.removeprefix(PREFIX)
-    module, _, name = target.rpartition(":")
-    if not all(part.isidentifier() for part in (*name.split("."), *(module.split(".") if module else ()))):
+    name = (target if isinstance(target, str) else reference(target)).removeprefix(PREFIX)
+    if not is_reference(name):
         raise InvalidPatcherError(
-            f"like: {target!r} is not a name; write like('LlamaRMSNorm') or like('module:name')."
+            f"like: {target!r} is not a class or function that its module has, or a name; write like('LlamaRMSNorm') "
+            "or like('module:name')."
         )
-    if not module and not home_of(name):
+    if ":" not in name and not home_of(name):
         raise InvalidPatcherError(
             f"like: no modeling file of transformers whose model {name!r} begins with has a class of that name. "
             f"Correct it, or write like('module:{name}'), as a function needs it."
         )
-    return Like(PREFIX + target)
+    return Like(PREFIX + name)
 
 
 def likes_of(thing: Any, mapping: Mapping[str, Any]) -> list[Like]:
@@ -131,20 +124,6 @@ def may_match(keys: Iterable[Like], classes: Iterable[type[nn.Module]]) -> list[
 
 
 def find_like(thing: Any, mapping: Mapping[str, Any], alike: Iterable[Like] | None = None) -> Like | None:
-    """The key of a mapping that means a class or function because it is like its target.
-
-    Args:
-        alike: the keys whose target it is like, where that is known.
-
-    Raises:
-        PatchConflictError: two keys mean it, and their replacements differ.
-    """
+    """The key of a mapping whose target something is like, of all, or of those that are known; two have to agree."""
     found = likes_of(thing, mapping) if alike is None else [key for key in alike if key in mapping]
-    for key in found[1:]:
-        if mapping[key] is not mapping[found[0]]:
-            replacements = " and ".join(getattr(mapping[each], "__qualname__", "?") for each in (found[0], key))
-            raise PatchConflictError(
-                f"{found[0]!r} and {key!r} both mean {thing.__qualname__}, and they have different replacements, "
-                f"{replacements}. Take one away, or add the exact name, which wins: {thing.__name__!r}: ..."
-            )
-    return found[0] if found else None
+    return agreed(found, mapping, thing.__qualname__, thing.__name__)

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FunctionType, MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Never, NoReturn, TypeVar, cast
 
-from packaging.specifiers import SpecifierSet
+from huggingface_hub import HfApi
 from torch import nn
 from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import copy_transform, source_patterns, target_patterns
+from patcher.display import page
 from patcher.display.parts import Table
-from patcher.errors import InvalidPatcherError, NoSuchNameError, PatchConflictError
+from patcher.errors import InvalidPatcherError, NoSuchNameError, did_you_mean
 from patcher.expressions import cut
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusions_configured
 from patcher.layouts.transforms import identity
-from patcher.patterns import did_you_mean, find_key
-from patcher.spec import files, serialization as serializing
-from patcher.spec.validation import FIELDS, MAPPINGS, groups_of
+from patcher.patterns import find_key
+from patcher.spec import serialization as data_of
+from patcher.spec.validation import FIELDS, groups_of, required_groups
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -33,20 +34,8 @@ if TYPE_CHECKING:
 
     from patcher.resolution.resolution import Resolution
 
-Init = TypeVar("Init", bound=Callable[..., None])
 Model = TypeVar("Model", bound="PreTrainedModel")
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-
-def _naming_its_parameters(init: Init) -> Init:
-    @functools.wraps(init)
-    def __init__(self: Any, /, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        for name in (name for name in kwargs if name not in FIELDS):
-            hint = did_you_mean(name, FIELDS, f"it has {', '.join(FIELDS)}.")
-            raise InvalidPatcherError(f"a Patcher has no parameter {cut(name)!r}; {hint}")
-        init(self, *args, **kwargs)
-
-    return __init__  # type: ignore[return-value]
 
 
 class Patcher:
@@ -67,9 +56,9 @@ class Patcher:
     Args:
         class_mapping: class name -> the class to build in its place. A key that is a Python identifier is an exact
             name; any other key is a regular expression, searched in class names. An exact name wins.
-        module_mapping: path -> the class to build in place of the modules there, whatever theirs is, with the
-            arguments of theirs. Paths are those that reports print: `model.layers.{0..3}.mlp`, `*` for one segment,
-            `**` for any number. It wins over the class mapping.
+        module_mapping: path -> the class to build in place of the modules there, with the arguments of theirs. Paths
+            are those that reports print: `model.layers.{0..3}.mlp`, `*` for one segment, `**` for any number. It wins
+            over the class mapping.
         function_mapping: `module:name`, or the bare name of a function that modeling code calls -> what is called in
             its place, by this model only.
         fusions: layout families, by name or as objects of `patcher.fusions.Fusion`. With `modules=` an object is
@@ -85,13 +74,13 @@ class Patcher:
     *Expectations: what a load must do, or raise*
 
     Args:
-        new_weights: expressions; parameters of replaced modules that may be missing in the checkpoint. They keep what
-            their `__init__` gave them. Each is found in the name of something that the model has, or the load raises.
+        new_weights: expressions; parameters of replaced modules that may be missing in the checkpoint, and keep what
+            their `__init__` gave them. Each is found in the name of something that the model has.
         dropped_weights: expressions; checkpoint tensors under replaced modules that may stay unused. Each is found in
-            a key of the checkpoint, where one in the original layout is read, or the load raises.
+            a key of the checkpoint, where one in the original layout is read.
         alternatives: groups of class keys of which a model needs to have only one, such as the names of one class in
-            several architectures. Every key outside of them must match a class, and so must a key that is a group by
-            itself: `a | b` has one for what `a` requires and `b` has among others.
+            several architectures. Every key outside of them must match a class, and so must one that is a group by
+            itself.
         strict: raise when a load doesn't do what the patcher says; otherwise warn.
 
     *Pins, and a name*
@@ -121,9 +110,9 @@ class Patcher:
     fingerprints: Mapping[str, tuple[str, ...]]
     alternatives: tuple[tuple[str, ...], ...]
 
-    @_naming_its_parameters
     def __init__(
         self,
+        /,
         class_mapping: Mapping[str, type[nn.Module]] = _NOTHING,
         filtered_weight_conversion_patterns: str | Iterable[str] = (),
         extra_weight_conversions: WeightTransform | Iterable[WeightTransform] = (),
@@ -138,13 +127,17 @@ class Patcher:
         transformers: str = "",
         fingerprints: Mapping[str, str | Iterable[str]] = _NOTHING,
         alternatives: Iterable[Iterable[str]] = (),
+        **unknown: Never,
     ) -> None:
+        for name in unknown:
+            hint = did_you_mean(name, FIELDS, f"it has {', '.join(FIELDS)}.")
+            raise InvalidPatcherError(f"a Patcher has no parameter {cut(name)!r}; {hint}")
         given = locals()
-        vars(self).update({name: kept(name, given[name]) for name, kept in FIELDS.items()})
+        vars(self).update({name: checked(name, given[name]) for name, (checked, _) in FIELDS.items()})
         vars(self)["alternatives"] = groups_of(self.class_mapping, self.alternatives)
         for name in self.fingerprints:  # names of classes that there are: two expressions must not both match one
             find_key(name, self.class_mapping)
-        key = tuple(_comparable(name, value) for name, value in vars(self).items())
+        key = tuple(map(_comparable, vars(self).values()))
         # At once: a cache that is filled later takes a lock, which a fork may inherit.
         vars(self).update(_key=key, _hash=hash(key))
 
@@ -164,11 +157,10 @@ class Patcher:
 
     __delattr__ = __setattr__
 
-    def __copy__(self) -> Patcher:
+    def __deepcopy__(self, memo: object = None) -> Patcher:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Patcher:
-        return self
+    __copy__ = __deepcopy__
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Through the constructor: hashes of names differ between processes, and read-only mappings aren't picklable.
@@ -181,26 +173,18 @@ class Patcher:
         values = ((name, getattr(self, name), parameter.default) for name, parameter in _PARAMETERS.items())
         return {name: value for name, value, default in values if value != default}
 
-    def _required(self) -> list[str]:
-        """The class keys that a model must have, whatever else it has."""
-        grouped = {key for group in self.alternatives for key in group}
-        return [key for key in self.class_mapping if key not in grouped or (key,) in self.alternatives]
-
     def __repr__(self) -> str:
         return f"Patcher({', '.join(f'{name}={_argument_repr(value)}' for name, value in self._given().items())})"
 
     def _repr_html_(self) -> str:
         """What Jupyter shows: a row for each argument, or for each of its items; pins are folded."""
-        from patcher.display import page
-
         given = self._given()
-        pins = [(key, _argument_repr(value)) for key, value in given.pop("fingerprints", {}).items()]
+        pins = [(key, ", ".join(value)) for key, value in given.pop("fingerprints", {}).items()]
         rows: list[tuple[str, ...]] = []
         for name, value in given.items():
-            if isinstance(value, Mapping):
-                rows += [(name, key, _item_repr(item)) for key, item in value.items()]
-            else:
-                rows += [(name, "", _item_repr(item)) for item in (value if isinstance(value, tuple) else (value,))]
+            several = value if isinstance(value, tuple) else (value,)
+            items = value.items() if isinstance(value, Mapping) else [("", each) for each in several]
+            rows += [(name, key, _item_repr(item)) for key, item in items]
         parts = [Table("", ("", "", "is"), rows), Table("Pinned code", ("class", "fingerprint"), pins, is_long=True)]
         return page.rendered(f"Patcher: {self.name}".removesuffix(": "), None, parts)
 
@@ -209,9 +193,6 @@ class Patcher:
 
         >>> Patcher(fusions="qkv", name="mine").replace(fusions=("qkv", "gate_up"))
         Patcher(fusions=['qkv', 'gate_up'], name='mine')
-
-        Raises:
-            InvalidPatcherError: a name that isn't a parameter of `Patcher`, or a value that it doesn't take.
         """
         return Patcher(**{**self._given(), **changes})
 
@@ -221,36 +202,17 @@ class Patcher:
         >>> Patcher(fusions="qkv", transformers=">=5.17") | Patcher(fusions="gate_up", transformers="<6")
         Patcher(fusions=['qkv', 'gate_up'], transformers='<6,>=5.17')
 
-        Which classes a model has isn't known here: two expressions with different replacements that match one class
-        raise when that class is built.
+        Two expressions with different replacements that match one class raise when that class is built.
 
         Raises:
             PatchConflictError: they replace one class by different classes, or convert the same tensors.
         """
         if not isinstance(other, Patcher):
             return NotImplemented
-        for field in MAPPINGS:
-            mapping, others = getattr(self, field), getattr(other, field)
-            for key in (key for key in mapping if others.get(key, mapping[key]) is not mapping[key]):
-                raise PatchConflictError(
-                    f"Both patchers replace {key!r}, by {_item_repr(mapping[key])} and by {_item_repr(others[key])}. "
-                    f"Combine after taking one away: patcher.replace({field}={{...}})."
-                )
-        joined: dict[str, Any] = {field: {**getattr(self, field), **getattr(other, field)} for field in MAPPINGS}
-        for name in (name for name, parameter in _PARAMETERS.items() if parameter.default == ()):
-            joined[name] = (*getattr(self, name), *getattr(other, name))  # the constructor drops what is there twice
+        joined = {name: join(name, getattr(self, name), getattr(other, name)) for name, (_, join) in FIELDS.items()}
         # What one requires a group of the other doesn't excuse.
-        joined["alternatives"] += tuple((key,) for each in (self, other) for key in each._required())
-        return Patcher(
-            **joined,
-            strict=self.strict or other.strict,
-            name=" | ".join(dict.fromkeys(filter(None, (self.name, other.name)))),
-            transformers=str(SpecifierSet(self.transformers) & SpecifierSet(other.transformers)),
-            fingerprints={
-                name: [*self.fingerprints.get(name, ()), *other.fingerprints.get(name, ())]
-                for name in {**self.fingerprints, **other.fingerprints}
-            },
-        )
+        groups = [required_groups(each.class_mapping, each.alternatives) for each in (self, other)]
+        return Patcher(**joined | {"alternatives": [*groups[0], *groups[1]]})
 
     @classmethod
     def from_fusion_config(cls, config: Mapping[str, Any]) -> Patcher:
@@ -263,7 +225,7 @@ class Patcher:
             config: name of a family -> True, False, or a mapping of the family's options.
 
         Raises:
-            InvalidPatcherError: a name or an option that there isn't, or a value of another kind.
+            InvalidPatcherError: a name or an option that there isn't.
         """
         if not isinstance(config, Mapping):
             raise InvalidPatcherError(
@@ -278,18 +240,13 @@ class Patcher:
         >>> Patcher(fusions="qkv", strict=False).to_dict()
         {'schema': 1, 'fusions': ['qkv'], 'strict': False}
 
-        Classes and functions are written as `module:qualname`. `Patcher.from_dict(p.to_dict(), allowed=...) == p`.
-
-        Raises:
-            InvalidPatcherError: something of it has no name: a class that can't be imported, a fusion of your own, or
-                a conversion, which a class may carry instead.
+        Classes and functions are written as `module:qualname`. What has no name is refused: a class that can't be
+        imported, a fusion of your own, or a conversion, which a class may carry instead.
         """
-        return serializing.to_dict(self._given())
+        return data_of.to_dict(self._given())
 
     @classmethod
-    def from_dict(
-        cls, data: Mapping[str, Any], allowed: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] = ()
-    ) -> Patcher:
+    def from_dict(cls, data: Mapping[str, Any], allowed: data_of.Allowed = ()) -> Patcher:
         """The patcher that `to_dict` has written, from data that anyone may have written.
 
         >>> Patcher.from_dict({"schema": 1, "fusions": ["qkv"]})
@@ -301,10 +258,9 @@ class Patcher:
                 imported.
 
         Raises:
-            InvalidPatcherError: a schema, key, name or type that isn't known, or a class or function that isn't
-                allowed.
+            InvalidPatcherError: a schema, key, name or type that isn't known, or a class that isn't allowed.
         """
-        return serializing.from_dict(cls, data, allowed)
+        return cls(**data_of.arguments_of(data, allowed))
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write the data of `to_dict` into a folder, as `patcher.json`.
@@ -313,19 +269,11 @@ class Patcher:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     print(Patcher(fusions="qkv").save(folder).name, Patcher.load(folder))
         patcher.json Patcher(fusions=['qkv'])
-
-        Raises:
-            InvalidPatcherError: as in `to_dict`.
         """
-        return files.write(self.to_dict(), folder)
+        return data_of.write(self.to_dict(), folder)
 
     @classmethod
-    def load(
-        cls,
-        folder_or_repo: str | os.PathLike[str],
-        allowed: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] = (),
-        **places: Any,
-    ) -> Patcher:
+    def load(cls, folder_or_repo: str | os.PathLike[str], allowed: data_of.Allowed = (), **places: Any) -> Patcher:
         """The patcher that `save` has written into a folder, or `push_to_hub` into a repo on the hub.
 
         >>> import tempfile
@@ -343,23 +291,22 @@ class Patcher:
         Raises:
             InvalidPatcherError: there is no such file, or as in `from_dict`.
         """
-        return cls.from_dict(files.read(folder_or_repo, places), allowed)
+        return cls.from_dict(data_of.read(folder_or_repo, places), allowed)
 
-    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+    def push_to_hub(
+        self, repo_id: str, *, token: str | bool | None = None, private: bool | None = None, **options: Any
+    ) -> str:
         """Put the patcher into a repo on the hub, as `patcher.json`: `patcher.push_to_hub("me/my-patcher")`.
 
-        Args:
-            repo_id: the repo, which is made if there is none.
-            options: `token`, `private`, `revision`, `commit_message`.
+        The repo is made if there is none. `options` are those of `HfApi.upload_file`: `revision`, `commit_message`.
 
         Returns:
             The address of the commit.
-
-        Raises:
-            InvalidPatcherError: as in `to_dict`, before anything is sent.
         """
-        with tempfile.TemporaryDirectory() as folder:
-            return files.push(self.save(folder), repo_id, **options)
+        text = json.dumps(self.to_dict(), indent=2).encode()  # before anything is sent
+        api = HfApi(token=token)
+        repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        return str(api.upload_file(path_or_fileobj=text, path_in_repo=data_of.FILE_NAME, repo_id=repo, **options))
 
     def applied(self) -> AbstractContextManager[Patcher]:
         """Patch what is built inside the block, in this thread or asyncio task only.
@@ -371,8 +318,7 @@ class Patcher:
         >>> model.model.layers[0].mlp.gate_up_proj.weight.shape
         torch.Size([192, 64])
 
-        Raises:
-            UnmatchedPatchError: on leaving the block, if a class key replaced nothing in it.
+        A class key that replaced nothing in the block raises `UnmatchedPatchError` at its end.
         """
         from patcher.integrations import install
         from patcher.loading.applying import applied
@@ -394,10 +340,8 @@ class Patcher:
         What the model holds beyond its config stays: hooks, `requires_grad`, ties, edited buffers and attributes,
         added layers. What a module that is replaced would lose is refused, by name.
 
-        The given model stays as it is. Each model has parameters, gradients and buffers of its own; where nothing is
-        converted parameters share storage, so values are the same until one model writes to them in place, as the
-        steps of an optimizer do to what isn't frozen. Of a model that goes on training by itself, give
-        `copy.deepcopy(model)`.
+        The given model stays as it is. Where nothing is converted parameters share storage, until one model writes to
+        them in place, as an optimizer does. Of a model that goes on training by itself, give `copy.deepcopy(model)`.
 
         Raises:
             InvalidPatcherError: the model can't be copied, as one that is quantized, offloaded or split over
@@ -428,18 +372,16 @@ class Patcher:
         return resolve(self, model_class, config)
 
 
-def _comparable(name: str, value: Any) -> Any:
+_PARAMETERS = {name: each for name, each in inspect.signature(Patcher).parameters.items() if name in FIELDS}
+Patcher.__signature__ = inspect.Signature([*_PARAMETERS.values()])  # type: ignore[attr-defined]
+
+
+def _comparable(value: Any) -> Any:
     """What decides whether two patchers have the same value of a parameter."""
-    if name == "transformers":
-        return SpecifierSet(value)
-    if name == "extra_weight_conversions":
-        return tuple(map(identity, value))
-    if name == "alternatives":
-        return frozenset(value)
-    return frozenset(value.items()) if isinstance(value, Mapping) else value
-
-
-_PARAMETERS = inspect.signature(Patcher).parameters
+    if isinstance(value, Mapping):
+        return frozenset(value.items())
+    is_transforms = isinstance(value, tuple) and value and isinstance(value[0], WeightTransform)
+    return tuple(map(identity, value)) if is_transforms else value
 
 
 def _argument_repr(value: Any) -> str:

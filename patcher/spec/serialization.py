@@ -1,25 +1,24 @@
-"""A patcher as data: `Patcher.to_dict()` and `Patcher.from_dict()`. Names travel, code never does.
+"""A patcher as data and as a file: `to_dict`, `from_dict`, `save`, `load`. Names travel, code never does.
 
 ```json
 {"schema": 1, "fusions": ["qkv"], "new_weights": ["adapter"]}
 ```
 
 What is read may come from anyone. So it must be JSON of limited size, and nothing in it is ever looked up by what it
-says: fusions come from a table, classes from an allow-list that the caller gives. What the constructor of `Patcher`
-validates is validated there only. Expressions are compiled there, and searched only when the patcher is used.
-Conversions are code: a class that is named may carry them.
+says: fusions come from a table, classes from an allow-list. All else the constructor of `Patcher` judges.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
+import os
 import reprlib
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
+from huggingface_hub import hf_hub_download
 from transformers.core_model_loading import WeightTransform
 
 from patcher.errors import InvalidPatcherError
@@ -27,29 +26,26 @@ from patcher.fusions.base import Fusion
 from patcher.fusions.families import FAMILIES, fusions_configured
 from patcher.layouts.transforms import describe
 from patcher.spec.forward_of import ForwardOf, forward_of
+from patcher.spec.like import imported, is_reference, reference
 from patcher.spec.validation import MAPPINGS
 
+FILE_NAME = "patcher.json"
 #: What the text of such a value begins with.
 FORWARD_OF = "forward_of:"
 #: Raised by one when a dict that is written now would be misread by the release before.
 SCHEMA = 1
-
-#: Longer data isn't that of a patcher.
+#: Longer data, in characters, and larger files, in bytes, aren't those of a patcher.
 _LONGEST = 1_000_000
-
 _NO_CONVERSIONS = (
     "can't be written as data. Put it into the `conversion_mapping` of the class that needs it, which has a name, or "
     "pickle the patcher."
 )
-_What = TypeVar("_What")
+#: What may be imported.
+Allowed = str | Callable[..., Any] | Iterable[str | Callable[..., Any]]
 
 
 def to_dict(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """See `Patcher.to_dict`.
-
-    Args:
-        arguments: of the patcher, without those that are the default.
-    """
+    """The data of a patcher, of its arguments without those that are the default."""
     return {"schema": SCHEMA} | {name: _data(name, value) for name, value in arguments.items()}
 
 
@@ -67,24 +63,22 @@ def _data(field: str, value: Any) -> Any:
     return _reference(field, value) if callable(value) else value
 
 
-def _reference(field: str, named: Any) -> str:
-    """`module:qualname` of a class or function that another process finds there."""
-    module, name = getattr(named, "__module__", None), getattr(named, "__qualname__", repr(named))
-    found: Any = sys.modules.get(module) if module is not None and module != "__main__" else None
-    for part in name.split("."):
-        found = vars(found).get(part) if hasattr(found, "__dict__") else None
-    if found is not named:
-        raise InvalidPatcherError(
-            f"{field}: {module}:{name} can't be written as data, because an import doesn't find it there: it was "
-            f"made in a notebook, a script or a function, or its name means something else by now. Put it into "
-            "a module of its own, or pickle the patcher."
-        )
-    return f"{module}:{name}"
+def _reference(field: str, thing: Any) -> str:
+    """`module:name` of a class or function that another process finds there."""
+    where = reference(thing)
+    with suppress(InvalidPatcherError):
+        if not where.startswith("__main__:") and imported(field, where) is thing:
+            return where
+    raise InvalidPatcherError(
+        f"{field}: {where} can't be written as data, because an import doesn't find it there: it was made in a "
+        "notebook, a script or a function, or its name means something else by now. Put it into a module of its own, "
+        "or pickle the patcher."
+    )
 
 
 def _fusion_data(field: str, fusion: Fusion) -> dict[str, Any]:
-    data = {"name": fusion.name, "options": {name: _plain(option) for name, option in vars(fusion).items()}}
-    with suppress(InvalidPatcherError):  # its attributes aren't options, or aren't data
+    with suppress(InvalidPatcherError, TypeError, ValueError):  # its attributes aren't options, or aren't data
+        data: dict[str, Any] = json.loads(json.dumps({"name": fusion.name, "options": vars(fusion)}))
         if _fusion(field, data) == fusion:
             return data
     raise InvalidPatcherError(
@@ -93,21 +87,8 @@ def _fusion_data(field: str, fusion: Fusion) -> dict[str, Any]:
     )
 
 
-def _plain(option: Any) -> Any:
-    """An option of a fusion as JSON has it, with lists in place of tuples."""
-    if isinstance(option, Mapping):
-        return {name: _plain(item) for name, item in option.items()}
-    return [_plain(item) for item in option] if isinstance(option, tuple | list) else option
-
-
-def from_dict(
-    make: Callable[..., _What], data: Any, allowed: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] = ()
-) -> _What:
-    """See `Patcher.from_dict`.
-
-    Args:
-        make: the constructor of a patcher.
-    """
+def arguments_of(data: Any, allowed: Allowed = ()) -> dict[str, Any]:
+    """The arguments of the patcher that `to_dict` has written, from data that anyone may have written."""
     what = "the data of a patcher"
     try:
         text = json.dumps(data)  # also a copy, of the types that JSON has
@@ -129,63 +110,40 @@ def from_dict(
     if "extra_weight_conversions" in given:
         raise InvalidPatcherError(f"{what}: a conversion {_NO_CONVERSIONS}")
     permitted = _permitted(allowed)
-    mappings = {field: given[field] for field in MAPPINGS if isinstance(given.get(field), dict)}
-    for field, key, value in ((field, *item) for field, mapping in mappings.items() for item in mapping.items()):
-        where = str(value).removeprefix(FORWARD_OF)
-        if where not in permitted:
-            raise InvalidPatcherError(
-                f"{field}[{reprlib.repr(key)}]: {reprlib.repr(where)} is not on the list of what may be imported "
-                f"({', '.join(permitted) or 'it is empty'}). If you trust that code, write "
-                f"Patcher.from_dict(data, allowed=[{reprlib.repr(where)}])."
-            )
-    for field, mapping in mappings.items():
-        given[field] = {key: _value(f"{field}[{key!r}]", value, permitted) for key, value in mapping.items()}
+    for field in MAPPINGS:
+        if isinstance(mapping := given.get(field), dict):
+            given[field] = {key: _value(f"{field}[{reprlib.repr(key)}]", mapping[key], permitted) for key in mapping}
     if isinstance(given.get("fusions"), list):
         given["fusions"] = [_fusion("fusions", each) if isinstance(each, dict) else each for each in given["fusions"]]
-    return make(**given)
+    return given
 
 
-def _value(field: str, value: str, permitted: Mapping[str, Any]) -> Any:
-    where = value.removeprefix(FORWARD_OF)
-    found = permitted[where] or _imported(field, where)
+def _value(field: str, value: Any, permitted: Mapping[str, Any]) -> Any:
+    where = str(value).removeprefix(FORWARD_OF)
+    if where not in permitted:
+        raise InvalidPatcherError(
+            f"{field}: {reprlib.repr(where)} is not on the list of what may be imported "
+            f"({', '.join(permitted) or 'it is empty'}). If you trust that code, write "
+            f"Patcher.from_dict(data, allowed=[{reprlib.repr(where)}])."
+        )
+    found = permitted[where] or imported(field, where)
     return found if where == value else forward_of(found)
 
 
-def _permitted(allowed: Any) -> dict[str, Callable[..., Any] | None]:
+def _permitted(allowed: Any) -> dict[str, Any]:
     """What may be imported, and the classes and functions that needn't be."""
-    permitted: dict[str, Callable[..., Any] | None] = {}
-    item: Any
+    permitted: dict[str, Any] = {}
     for item in allowed if isinstance(allowed, Iterable) and not isinstance(allowed, str) else [allowed]:
-        if isinstance(item, str) and _is_reference(item):
+        if isinstance(item, str) and ":" in item and is_reference(item):
             permitted[item] = None
         elif callable(item) and hasattr(item, "__qualname__"):
-            permitted[f"{item.__module__}:{item.__qualname__}"] = item
+            permitted[reference(item)] = item
         else:
             raise InvalidPatcherError(
                 "allowed takes classes and functions, or texts such as 'package.module:Class', found "
                 f"{reprlib.repr(item)}."
             )
     return permitted
-
-
-def _is_reference(text: str) -> bool:
-    module, _, name = text.partition(":")
-    return all(part.isidentifier() and not part.startswith("__") for part in (*module.split("."), *name.split(".")))
-
-
-def _imported(field: str, where: str) -> Any:
-    module, _, name = where.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            # A class inside a class is looked up statically, so that no descriptor runs.
-            found = vars(found)[part] if isinstance(found, type) else getattr(found, part)
-    except (ImportError, AttributeError, KeyError) as error:
-        raise InvalidPatcherError(
-            f"{field}: {where} can't be imported: {type(error).__name__}: {error}. "
-            "Install the package that has it, or correct the name."
-        ) from error
-    return found
 
 
 def _fusion(field: str, data: Mapping[str, Any]) -> str | Fusion:
@@ -195,3 +153,36 @@ def _fusion(field: str, data: Mapping[str, Any]) -> str | Fusion:
             f"{field}: a fusion is a name, or an object of a name and its options, found {reprlib.repr(data)}."
         )
     return fusions_configured(data.get("name"), options)[0]
+
+
+def write(data: Mapping[str, Any], folder: str | os.PathLike[str]) -> Path:
+    """Write the data of a patcher into a folder, which is made if there is none."""
+    path = Path(folder, FILE_NAME)
+    if path.parent.is_file():
+        raise InvalidPatcherError(f"{path.parent} is a file; a patcher is saved in a folder, as {FILE_NAME}.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return path
+
+
+def read(folder_or_repo: str | os.PathLike[str], places: Mapping[str, Any]) -> Any:
+    """The data in the file of a folder, or of a repo on the hub, where `places` is what `hf_hub_download` takes."""
+    path = Path(folder_or_repo, FILE_NAME)
+    if not path.parent.is_dir():
+        try:
+            path = Path(hf_hub_download(os.fspath(folder_or_repo), FILE_NAME, **places))
+        except (OSError, ValueError, RuntimeError) as error:  # of the hub: not found, no access, no network, no name
+            raise InvalidPatcherError(
+                f"{os.fspath(folder_or_repo)!r} is not a folder, and no {FILE_NAME} of such a repo on the hub can be "
+                f"fetched ({type(error).__name__}: {' '.join(str(error).split())[:300]}). Write the path of a folder "
+                "in which Patcher.save has put one."
+            ) from error
+    try:
+        if path.stat().st_size > 10 * _LONGEST:  # a character takes up to six, and there are spaces
+            raise ValueError(f"it has more than {10 * _LONGEST:,} bytes")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidPatcherError(
+            f"{path} is not the file of a patcher ({type(error).__name__}: {str(error)[:300]}). Write it with "
+            "Patcher.save."
+        ) from error

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from patcher.compat.modeling_code import unrebound
-from patcher.errors import InvalidPatcherError
+from patcher.errors import InvalidPatcherError, did_you_mean
 from patcher.expressions import search
 from patcher.loading.record import record_of
-from patcher.patterns import compress, did_you_mean
+from patcher.patterns import compress
 from patcher.verification.layers import LayerErrors, layer_errors, stacks_of
 from patcher.verification.numerics import Difference, difference, differences, noting_calls
 from patcher.verification.passes import GRADIENT, Pass

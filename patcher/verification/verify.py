@@ -183,7 +183,7 @@ def verify(
     >>> verification.raise_on_failure()  # and print(verification) shows what was measured
 
     Both run on the same inputs: rows of English by the model's own tokenizer (random ids where it has none), images
-    and sounds for what they reach, by its processor (in the shapes of the config where it has none). The stages:
+    and sounds by its processor (in the shapes of the config where it has none). The stages:
 
     - `outputs`: lengths of 1 to 200 tokens and past a window of up to 512, batches of 1 to 17 rows, padding on both
       sides and in the middle, given positions, a cache token by token and in chunks, calls after one another; the
@@ -193,32 +193,29 @@ def verify(
     - `windows`: windows of more than 16 tokens, made that short, so that texts and caches are past them.
     - `precision`: each replaced module alone in half precision, on inputs of the usual size and scaled up, beside
       a float64 computation: its error is at most 2.5 times that of stock, or 1.2 times where it does an operation
-      in half precision for which stock upcasts. The outputs of the whole model vary too much to show that.
-    - `generation`: greedy, of a padded batch.
-    - `gradients`, in the original layout, with ten times the tolerance.
-    - `training`: outputs and gradients in training mode, with every dropout of the config at zero. Then each dropout
-      alone: where the same seed doesn't give the same, the mean, the variance, and what rows have in common, are those
-      of stock over 48 draws, within six standard errors. So a patch may draw in another order, or other numbers.
+      in half precision for which stock upcasts.
+    - `generation`: greedy, of a padded batch. `gradients`: in the original layout, with ten times the tolerance.
+    - `training`: outputs and gradients in training mode, without dropout; then each dropout alone. Where the same seed
+      doesn't give the same, mean, variance, and what rows share are those of stock over 48 draws, within six standard
+      errors: a patch may draw in another order.
     - `save`: byte for byte what stock saves, but for declared `new_weights`; `reload`: by stock.
 
-    `Stage.layers` of `outputs`, and of what failed as they did, has the error of each layer, and where it begins.
-
-    Where layers are alike in class, shapes and settings, most of it is run on a few of each kind: the first two, the
-    middle and the last. Two texts, a prompt in chunks, generation, a pass in training with its gradients, what is
-    saved and reloaded go through all of them; and what is wrong on a few is looked at on all, which decides.
+    Of layers that are alike in class, shapes and settings most is run on the first two, the middle and the last; two
+    texts, a prompt in chunks, generation, training with its gradients and what is saved go through all of them, and
+    what is wrong on a few is looked at on all, which decides.
 
     After a failure `guilty` is the member of the patcher (a key, a fusion, a conversion) that fails alone, or without
-    which the others pass. Where `outputs` fails, the stages that compute the same in another way aren't checked.
+    which the others pass, and `Stage.layers` has the error of each layer, and where it begins. Where `outputs` fails,
+    the stages that compute the same in another way aren't checked.
 
-    A model of fewer than 17 million parameters is computed by one thread, others by no more than there are
-    processors; afterwards torch has as many threads as before.
+    A model of fewer than 268 million parameters is computed by one thread, others by no more than there are
+    processors. Threads, random states, default dtype, gradient mode and the verbosity of transformers are what they
+    were when it returns or raises, and what it finds doesn't depend on them.
 
     Tolerances are relative to the magnitude of stock's outputs. In float32 1e-5, about a hundred roundings (6e-8
-    each), which sums in another order make of thousands of products, and a hundredth of what the smallest of real
-    mistakes makes; in bfloat16 3e-2 and in float16 4e-3, a few roundings of a layer's result (4e-3 and 5e-4). Or, if
-    that is more, twice the difference that stock has with itself, between its eager attention and sdpa: the floor
-    that is measured each time. Random states, default dtype, gradient mode and the verbosity of transformers are what
-    they were when it returns or raises, and what it finds doesn't depend on them.
+    each), and a hundredth of what the smallest of real mistakes makes; in bfloat16 3e-2 and in float16 4e-3, a few
+    roundings of a layer's result. Or, if that is more, twice the difference that stock has with itself, between its
+    eager attention and sdpa.
 
     Args:
         model: a repo id, a folder, or a config: then a small random checkpoint of it is made, so give a small config.

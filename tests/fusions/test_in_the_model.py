@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from transformers import SamConfig, SamModel
 
 from patcher.fusions import Fusion, Rows
 from patcher.fusions.callers import Caller
@@ -53,6 +55,7 @@ class Model(PreTrainedModel):
         super().__init__(config)
         self.attn = Attention()
         self.second = nn.Identity()
+        self.by_itself = True
         CHANGE
         self.post_init()
 
@@ -167,6 +170,12 @@ CALLED = {
     ("Three", "return self.attn(x * 2, x * 2, x * 2)"): "nothing shows that key, query, value are one tensor",
     ("Three", "return list(self.children())[0](x, x, x)"): "nothing shows that key, query, value are one tensor",
     ("Attention", "return self.attn(x, other=y)"): None,
+    # Of branches the one that runs, by what the parent says of itself.
+    ("Three", "if self.by_itself:\n    return self.attn(x, x, x)\nreturn self.attn(x, y, y)"): "nothing shows that",
+    ("Three", "if self.by_itself:\n    return self.attn(x, x, x)\nelse:\n    return self.attn(x, y, y)"): None,
+    ("Three", "if not self.by_itself:\n    return self.attn(x, x, x)\nelse:\n    return self.attn(x, y, y)"): (
+        "nothing shows that"
+    ),
 }
 
 
@@ -179,6 +188,25 @@ def test_how_a_parent_calls_a_module_decides(name: str, body: str, tmp_path: Pat
         assert list(found.matches) == ["attn"]
     else:
         assert re.match(reason, found.refused["attn"]), found.refused
+
+
+def test_each_module_is_decided_by_its_own_parent() -> None:
+    """The first layer of SAM's decoder adds no positions: its attention is given one tensor, by a flag of it."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    mask_decoder = {**sizes, "mlp_dim": 16, "iou_head_hidden_dim": 16}
+    vision = {**sizes, "image_size": 32, "patch_size": 8, "output_channels": 16, "window_size": 2}
+    with torch.device("meta"):
+        model = SamModel(
+            SamConfig(
+                vision_config={**vision, "global_attn_indexes": [1], "num_pos_feats": 8},
+                prompt_encoder_config={"hidden_size": 16, "image_size": 32, "patch_size": 8},
+                mask_decoder_config=mask_decoder,
+            )
+        )
+    for _ in range(2):  # what was found out about one holds for those that are alike
+        found = discover(QKV(), model)
+        assert list(found.matches) == ["mask_decoder.transformer.layers.0.self_attn"]
+        assert found.refused["mask_decoder.transformer.layers.1.self_attn"].startswith("nothing shows that")
 
 
 def test_keys_and_values_of_one_argument_need_no_queries_of_it(tmp_path: Path) -> None:

@@ -387,6 +387,12 @@ ODD: dict[str, str | bool] = {
     "q = self.q_proj(x + 1)\nk, v = self.k_proj(x), self.v_proj(x)": r"input of q_proj is 'x \+ 1', not a variable",
     "q = ((x := x * 2), self.q_proj(x))[1]\nk, v = self.k_proj(x), self.v_proj(x)": False,
     "q, k = self.q_proj(x), self.k_proj(x)\nv = self.v_proj(extra)": "they are given different variables: .*extra",
+    # As in Reformer: in one branch they are given one variable.
+    f"if extra is None:\n    {ALL}\nelse:\n    y = torch.cat([x, extra])\n    q, k, v = self.q_proj(x), "
+    "self.k_proj(y)[: len(x)], self.v_proj(y)[: len(x)]": False,
+    # As in Luke: keys and values are given one variable, and queries another one as well.
+    "y = x + 1\nk, v = self.k_proj(y), self.v_proj(y)\nif extra is None:\n    q = self.q_proj(x)\nelse:\n"
+    "    q = self.q_proj(y)": "they are given different variables",
     f"{BOTH}y = y + 1\nq, k, v = self.q_proj(x), self.k_proj(y), self.v_proj(y)": "given different variables",
     "y = x + 1\nq, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(y)": "given different variables",
     f"if False:\n    {ALL}\nq, k = self.q_proj(x), self.k_proj(x)\nv = q": "forward calls k_proj, q_proj alone",

@@ -278,6 +278,9 @@ class _Program:
         groups = [[part] for part in self.parts]
         if pick.random() < 0.3:
             groups = [self.parts]
+        if pick.random() < 0.1:
+            groups = []
+            self.branched(given)
         for number, group in enumerate(groups):
             if number and pick.random() < 0.45:
                 self.noise(self.between())
@@ -298,6 +301,23 @@ class _Program:
         self.names += [made] * 4
         self.lines.append(self.random.choice(ALIASES).format(n=f"other{self.free}", t=made, u="x"))
         return f"other{self.free}"
+
+    def branched(self, given: str) -> None:
+        """All projections in either branch of a condition, some of them of another tensor there."""
+        pick, names, branches = self.random, self.names.copy(), list[str]()
+        for _ in range(2):
+            start = len(self.lines)
+            for part in self.parts:
+                if pick.random() < 0.3:
+                    self.noise(self.between())
+                target = given if pick.random() < 0.8 else pick.choice(self.names)
+                self.lines.append(PROJECTION[0].format(p=part, t=target))
+            branches.append("\n".join(f"    {line}" for text in self.lines[start:] for line in text.splitlines()))
+            del self.lines[start:]
+            self.names = names.copy()
+        head = pick.choice([each for each in AROUND if each.startswith("if ")])
+        self.lines.append(f"{head}\n{branches[0]}\nelse:\n{branches[1]}")
+        self.names += self.parts
 
     def between(self) -> list[str]:
         return self.random.choices([READS, ALIASES, WRITES, OPERATORS, REBINDS, MODES], [10, 5, 5, 3, 1, 1])[0]

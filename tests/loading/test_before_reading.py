@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +191,36 @@ def test_a_load_builds_no_skeleton_and_a_save_few(
     built.clear()
     made.save_pretrained(tmp_path / "made")
     assert len(built) <= 2
+
+
+# --- how a load goes through the files of the package ----------------------------------------------------------------
+
+
+def returns(load: Callable[[], object]) -> int:
+    """How often a load comes back to a file that it has left; patterns, compat and comprehensions apart."""
+    package, files = Path(resolution.__file__).parents[1], list[str]()
+
+    def note(frame: Any, event: str, _: object) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and file.is_relative_to(package) and not frame.f_code.co_name.startswith("<"):
+            place = file.relative_to(package).as_posix()
+            if not place.startswith(("patterns", "compat/")) and files[-1:] != [place]:
+                files.append(place)
+
+    sys.setprofile(note)
+    try:
+        load()
+    finally:
+        sys.setprofile(None)
+    return len(files) - len(set(files))
+
+
+def test_a_load_comes_back_to_a_file_equally_often_however_many_layers_it_has(tmp_path: Path) -> None:
+    """Each step is taken for all modules at once, so that a reader can follow it."""
+    found = []
+    for layers in (2, 9):
+        folder = save_tiny(tiny_llama_config(num_hidden_layers=layers), tmp_path / str(layers))
+        load = partial(LlamaForCausalLM.from_pretrained, folder, patcher=Patcher(fusions=["qkv"]))
+        load()  # what is found out once
+        found.append(returns(load))
+    assert found[0] == found[1] <= 150

@@ -97,11 +97,11 @@ def test_it_is_part_of_the_value() -> None:
         ([["LlamaMPL"]], "alternatives: 'LlamaMPL' isn't a key of the class_mapping; did you mean 'LlamaMLP'?"),
         (
             ["LlamaMLP"],
-            r"alternatives takes groups of .*, found 'LlamaMLP'; write alternatives=\[\['LlamaMLP'",
+            r"alternatives takes groups of .*, found \['LlamaMLP'\]; write alternatives=\[\['LlamaMLP'",
         ),
         ([[]], "alternatives: a group without class keys matches no model; take it out"),
-        ([3], "alternatives takes a class key or a list of them, found 3"),
-        (3, "alternatives takes a group of class keys or a list of them, found 3"),
+        ([3], r"alternatives takes groups of class keys, found \[3\]; write"),
+        (3, "alternatives takes groups of class keys, found 3; write"),
     ],
 )
 def test_what_is_no_group_raises(groups: object, message: str) -> None:

@@ -60,7 +60,7 @@ def test_nothing_is_imported_that_is_not_allowed(tmp_path: Path, monkeypatch: py
         (b"", r"patcher.json is not the file of a patcher \(JSONDecodeError"),
         (b"\xff\xfe", r"not the file of a patcher \(UnicodeDecodeError"),
         (b"[" * 100_000, r"not the file of a patcher \(RecursionError"),
-        (b" " * 10_000_001, r"it has more than 10000000 bytes"),
+        (b" " * 10_000_001, r"it has more than 10,000,000 bytes"),
         (b"[]", r"the data of a patcher"),
         (b'{"schema": 99}', r"this release reads schema 1, found 99"),
     ],

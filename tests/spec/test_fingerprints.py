@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import linecache
 import re
 import sys
 import textwrap
@@ -13,7 +14,7 @@ from types import ModuleType
 import pytest
 from torch import nn
 from transformers import AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
 
 from patcher import Patcher, PatcherWarning, PresetDriftError
 from patcher.spec.fingerprints import check_pins, fingerprint
@@ -94,6 +95,17 @@ def test_a_file_that_is_written_anew_is_read_anew(define: Callable[[str], type[n
     assert fingerprint(cls) == before
 
 
+def test_a_pin_of_the_text_of_a_file_that_was_edited_is_none_of_what_runs(
+    define: Callable[[str], type[nn.Module]],
+) -> None:
+    cls = define(BASE)
+    path = Path(str(sys.modules[cls.__module__].__file__))
+    path.write_text(textwrap.dedent(BASE.replace("return helper(", "return 1 + helper(")), encoding="utf-8")
+    linecache.checkcache(str(path))
+    with pytest.raises(PresetDriftError, match=r"Block: pinned \w+, found the source of forward isn't what runs"):
+        check_pins(Patcher(fingerprints={"Block": fingerprint(cls)}), cls)
+
+
 class MyNorm(LlamaRMSNorm):
     pass
 
@@ -118,6 +130,19 @@ def test_a_load_on_other_code_raises(llama: Path) -> None:
         AutoModelForCausalLM.from_config(tiny_llama_config(), patcher=pinned)
     with pytest.raises(PresetDriftError, match="LlamaMLP"), pinned.applied():
         pass
+
+
+def test_two_pins_of_one_function_both_count(llama: Path) -> None:
+    name = "transformers.models.llama.modeling_llama:rotate_half"
+    pinned = Patcher(
+        {"LlamaRMSNorm": MyNorm}, fingerprints=dict.fromkeys(["rotate_half", name], fingerprint(rotate_half))
+    )
+    assert type(AutoModelForCausalLM.from_config(tiny_llama_config(), patcher=pinned).model.norm) is MyNorm
+    for key in pinned.fingerprints:
+        with pytest.raises(PresetDriftError, match="rotate_half: pinned 0, found"):
+            AutoModelForCausalLM.from_config(
+                tiny_llama_config(), patcher=pinned.replace(fingerprints={**pinned.fingerprints, key: "0"})
+            )
 
 
 def test_another_release_only_warns(llama: Path) -> None:

@@ -295,9 +295,9 @@ def test_it_is_a_frozen_value() -> None:
     [
         ("LlamaRMSNrm", "no modeling file of transformers whose model 'LlamaRMSNrm' begins with has a class"),
         ("apply_rotary_pos_emb", r"write like\('module:apply_rotary_pos_emb'\)"),
-        ("Llama.*Norm", r"'Llama\.\*Norm' is not a name; write like\('LlamaRMSNorm'\)"),
+        ("Llama.*Norm", r"'Llama\.\*Norm' is not a class or .*, or a name; write like\('LlamaRMSNorm'\)"),
         (functools.partial(print), "is not a class or function that its module has"),
-        (lambda x: x, "'tests.spec.test_like:<lambda>' is not a name"),
+        (lambda x: x, "<lambda> at .* is not a class or function that its module has"),
         (3, "3 is not a class or function that its module has"),
     ],
 )
@@ -307,7 +307,7 @@ def test_a_target_that_does_not_exist_is_an_error_at_once(target: Any, message: 
 
 
 def test_a_name_that_a_module_lacks_is_an_error_when_it_is_used() -> None:
-    with pytest.raises(InvalidPatcherError, match=r"there is no Nrm in transformers\.models\.llama\.modeling_llama"):
+    with pytest.raises(InvalidPatcherError, match=r"modeling_llama:Nrm can't be imported: AttributeError"):
         like("transformers.models.llama.modeling_llama:Nrm").matches(Norm)
 
 
@@ -368,7 +368,7 @@ def test_precedence() -> None:
     model = built(MistralConfig, Patcher({key: Doubled}, module_mapping={"model.norm": Tripled}))
     assert type(model.model.norm) is Tripled
     assert type(model.model.layers[0].input_layernorm) is Doubled
-    with pytest.raises(PatchConflictError, match="both mean MistralRMSNorm"):
+    with pytest.raises(PatchConflictError, match="both match MistralRMSNorm"):
         built(MistralConfig, Patcher({key: Doubled, like(MistralRMSNorm): Tripled}))
     both = {key: Doubled, like(MistralRMSNorm): Doubled}
     assert type(built(MistralConfig, Patcher(both)).model.norm) is Doubled

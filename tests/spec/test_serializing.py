@@ -186,7 +186,7 @@ def test_a_class_on_the_list_is_taken_as_it_is() -> None:
         ("trapped:Plain", r"class_mapping\['LlamaMLP'\] must be a subclass of nn.Module, found Plain"),
         ("trapped:value", r"class_mapping\['LlamaMLP'\] must be a class, found 1"),
         ("trapped:Missing", r"trapped:Missing can't be imported: AttributeError"),
-        ("trapped:Block.forward", r"trapped:Block.forward can't be imported: KeyError"),
+        ("trapped:Block.forward", r"class_mapping\['LlamaMLP'\] must be a class, found <function"),
         ("trapped.deeper:Block", r"trapped.deeper:Block can't be imported: ModuleNotFoundError"),
     ],
 )
@@ -286,7 +286,7 @@ HOSTILE: list[tuple[str, Any, str]] = [
     ("repeats", {"schema": 1, "new_weights": ["a{" + "9" * 30 + "}"]}, "too large|no regular expression"),
     ("many expressions", {"schema": 1, "new_weights": ["a"] * 20_000}, "20,000 expressions are too many"),
     ("deep expression", {"schema": 1, "new_weights": [deep()]}, "maximum recursion depth"),
-    ("mapping", {"schema": 1, "class_mapping": [["A", OWN_MLP]]}, "class_mapping must map class names to classes"),
+    ("mapping", {"schema": 1, "class_mapping": [["A", OWN_MLP]]}, "class_mapping must be a mapping, found"),
     (
         "mapping value",
         {"schema": 1, "class_mapping": {"A": {"py/type": "os.system"}}},
@@ -297,14 +297,14 @@ HOSTILE: list[tuple[str, Any, str]] = [
     (
         "alternatives",
         {"schema": 1, "alternatives": ["A"]},
-        "takes groups of class keys, found 'A'",
+        r"takes groups of class keys, found \['A'\]",
     ),
-    ("nested alternatives", {"schema": 1, "alternatives": [[[]]]}, r"takes groups of class keys, found \[\[\]\]"),
+    ("nested alternatives", {"schema": 1, "alternatives": [[[]]]}, r"takes groups of class keys, found \[\[\[\]\]\]"),
     ("self", {"schema": 1, "self": None}, "no parameter 'self'"),
     ("alternatives key", {"schema": 1, "alternatives": [["A"]]}, "isn't a key of the class_mapping"),
     ("fusion", {"schema": 1, "fusions": ["qkw"]}, "fusions: 'qkw' isn't a fusion; did you mean 'qkv'"),
     ("fusion path", {"schema": 1, "fusions": ["os:system"]}, "'os:system' isn't a fusion"),
-    ("fusion type", {"schema": 1, "fusions": [3]}, "fusions: 3 isn't a fusion"),
+    ("fusion type", {"schema": 1, "fusions": [3]}, r"fusions: 3 \(int\) isn't a fusion"),
     ("fusion without name", {"schema": 1, "fusions": [{"options": {}}]}, "fusions: None isn't a fusion"),
     (
         "fusion key",

@@ -19,6 +19,7 @@ from patcher.codegen.generation.class_decorators import replacing
 from patcher.codegen.spec import create_patch_from_external
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import named_modules
+from patcher.errors import nearest
 from patcher.functions.models import full_name
 from patcher.fusions.experts.linear import LinearExperts
 from patcher.fusions.families import fusion_named
@@ -27,7 +28,7 @@ from patcher.fusions.joined import JoinedProjections
 from patcher.fusions.methods import is_importable
 from patcher.layouts.layouts import Layout
 from patcher.layouts.transforms import conversions_of
-from patcher.patterns import find_key, hits, nearest
+from patcher.patterns import find_key, hits
 from patcher.resolution.resolution import NO_CHANGE, Resolution, resolve, skeleton
 from patcher.source.reading import file_tree
 from patcher.spec.forward_of import FLAGS, ForwardOf

@@ -100,8 +100,7 @@ def _initialise(stock: Stock, self: PreTrainedModel) -> None:
         for entry in construction.rules.entries:
             if entry.patcher.fingerprints:  # what the model is made of is all imported now
                 classes = {stock_class(module) for module in self.modules()}
-                home = stock_class(self).__module__
-                check_built(entry.patcher, classes, home, all_there=entry.origin == "patcher=")
+                check_built(entry.patcher, classes, all_there=entry.origin == "patcher=")
     if is_root:
         replace_modules(construction, self)
         replace_functions(construction, self)

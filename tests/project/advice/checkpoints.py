@@ -140,7 +140,7 @@ def fusion_configs_of_other_forms(at: Place) -> Steps:
         # Not the other half: what transformers makes of its own fusion_config stays for the process.
 
 
-@advice("write smaller numbers in braces, or + in their place.")
+@advice("write smaller numbers in braces, or + in their place")
 def an_expression_of_many_repeats(at: Place) -> Steps:
     yield lambda: Patcher(new_weights="a{5000}")
     assert Patcher(new_weights=["a{500}", "a+"])

@@ -77,7 +77,7 @@ def a_changed_attribute(at: Place) -> Steps:
     assert not written(said.replace("...", "False"), "use (.*) for", patcher=OWN).strict
 
 
-@advice("Both patchers replace {}, by {} and by {}. Combine after taking one away: ")
+@advice("Both patchers replace {}, by {}. Combine after taking one away: ")
 def two_replacements_of_one_class(at: Place) -> Steps:
     other = Patcher({"LlamaMLP": WideMLP})
     said = yield lambda: OWN | other
@@ -94,14 +94,14 @@ def a_fusion_config_that_is_none(at: Place) -> Steps:
 # --- arguments -----------------------------------------------------------------------------------------------------
 
 
-@advice("{} must map {}, found {} ({}); write for instance {}.")
+@advice("{} must be a mapping, found {} ({}); write for instance Patcher({}={{}}).")
 def a_name_in_place_of_the_mapping(at: Place) -> Steps:
     for value in ("qkv", ["qkv", "gate_up"], OwnMLP, 3):
         said = yield lambda value=value: Patcher(value)  # type: ignore[arg-type, misc]
         assert same(load(at.llama, written(said, r"write for instance (.*)\.$", MyMLP=OwnMLP)), at.llama)
 
 
-@advice("{} must map {}, found {} ({}); write for instance {}.")
+@advice("{} must be a mapping, found {} ({}); write for instance Patcher({}={{}}).")
 def lists_in_place_of_other_mappings(at: Place) -> Steps:
     for name in ("module_mapping", "function_mapping"):
         said = yield lambda name=name: Patcher(**{name: 3})  # type: ignore[arg-type, misc]
@@ -155,7 +155,7 @@ def no_expression(at: Place) -> Steps:
     assert Patcher(new_weights=written(said, r"literal text write (.*)\.$"))
 
 
-@advice("isn't an expression; write a string.")
+@advice("write a string")
 def a_number_as_an_expression(at: Place) -> Steps:
     yield lambda: Patcher(new_weights=[3])  # type: ignore[list-item]
     assert Patcher(new_weights="3")
@@ -167,7 +167,7 @@ def an_empty_expression(at: Place) -> Steps:
     assert Patcher(filtered_weight_conversion_patterns="experts")
 
 
-@advice("isn't a weight transform; write a WeightConverter or a WeightRenaming of transformers.core_model_loading.")
+@advice("write a WeightConverter or a WeightRenaming of transformers.core_model_loading")
 def a_mapping_for_a_conversion(at: Place) -> Steps:
     yield lambda: Patcher(extra_weight_conversions={"a": "b"}.items())  # type: ignore[arg-type]
     assert Patcher(extra_weight_conversions=WeightRenaming("a", "b"))
@@ -184,6 +184,12 @@ def two_conversions_of_one_tensor(at: Place) -> Steps:
 def no_specifier(at: Place) -> Steps:
     said = yield lambda: Patcher(transformers="five")
     assert Patcher(transformers=written(said, "for instance ('.*?')"))
+
+
+@advice("write a text")
+def a_number_as_a_fingerprint(at: Place) -> Steps:
+    yield lambda: Patcher(fingerprints={"LlamaMLP": [3]})  # type: ignore[list-item]
+    assert Patcher(fingerprints={"LlamaMLP": "3"}).fingerprints
 
 
 @advice("takes groups of class keys, found {}; write {}=[['LlamaMLP', ...]].")
@@ -217,6 +223,12 @@ def a_class_that_is_no_family(at: Place) -> Steps:
     assert same(load(at.llama, Patcher(fusions=["qkv", GateUp()])), at.llama)
 
 
+@advice("write a name, or an object of a Fusion subclass")
+def a_number_as_a_fusion(at: Place) -> Steps:
+    yield lambda: Patcher(fusions=[3])  # type: ignore[list-item]
+    assert same(load(at.llama, Patcher(fusions=["qkv", GateUp()])), at.llama)
+
+
 @advice("{} takes no mapping, found {}; write Patcher.from_fusion_config({}).")
 def a_fusion_config_as_fusions(at: Place) -> Steps:
     said = yield lambda: Patcher(fusions={"qkv": True})  # type: ignore[arg-type]
@@ -229,7 +241,7 @@ def no_paths(at: Place) -> Steps:
     assert same(load(at.llama, Patcher(fusions=QKV())), at.llama)
 
 
-@advice("{} ({}) isn't a path of a module; write for instance 'model.layers.{0..3}.mlp'.")
+@advice("{}: {} ({}) isn't a path of a module; write for instance 'model.layers.{0..3}.mlp'.")
 def no_text_as_a_path(at: Place) -> Steps:
     said = yield lambda: GateUp(modules=[3])  # type: ignore[list-item]
     path = written(said, "for instance ('.*?')").replace("0..3", "0..1")
@@ -256,11 +268,11 @@ def what_looks_like_a_path(at: Place) -> Steps:
         assert same(load(at.llama, Patcher(fusions=GateUp(modules=instead))), at.llama)
 
 
-@advice("Narrow one of the expressions, or add the exact name, which wins over expressions: {}: ...")
+@advice("Narrow one of them, or add the exact name, which wins: {}: ...")
 def two_expressions_of_one_class(at: Place) -> Steps:
     both = {"^LlamaML": OwnMLP, "aMLP$": WideMLP}
     said = yield lambda: load(at.llama, Patcher(both))
-    name = written(said, r"over expressions: ('.*'): \.\.\.")
+    name = written(said, r"which wins: ('.*'): \.\.\.")
     assert same(load(at.llama, Patcher({"^LlamaML": OwnMLP, name: OwnMLP})), at.llama)
     with_both = Patcher({**both, name: OwnMLP}, strict=True)
     assert with_both.resolve(LlamaForCausalLM, LlamaConfig(num_hidden_layers=1)).replaced
