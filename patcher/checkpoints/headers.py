@@ -26,8 +26,7 @@ from patcher.compat.files import shards_of_index
 from patcher.compat.models import str_to_torch_dtype
 from patcher.errors import InvalidPatcherError
 
-#: The variant as which weights in a runtime layout are written, so that nobody who looks for the default names, and
-#: knows nothing of the layout, finds them.
+#: The variant as which weights in a runtime layout are written: who looks for the default names doesn't find them.
 VARIANT = "patcher"
 
 _NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -165,11 +164,7 @@ def _on_meta(shape: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _headers_of_file(path: Path, *, by_name: bool = False) -> Headers:
-    """The headers of a file or an index.
-
-    Args:
-        by_name: whether shards may be missing: whoever names an index means it. A load of a folder needs them all.
-    """
+    """The headers of a file or an index. Of an index that was named itself shards may be missing."""
     if not path.name.endswith(".index.json"):
         return Headers(str(path), _tensors_of_file(path), files=(str(path),))
     with _reading(path):

@@ -19,7 +19,8 @@ from patcher.compat.modeling_code import module_subclasses
 from patcher.compat.models import class_in, remote_class
 from patcher.errors import InvalidPatcherError
 
-#: The options of `from_pretrained` that say where files are, and no more.
+#: Keyword arguments of `from_pretrained`, and those of them that say where files are, and no more.
+Options = Mapping[str, Any]
 PLACES = frozenset(
     "cache_dir code_revision force_download local_files_only proxies revision subfolder token trust_remote_code "
     "variant".split()
@@ -31,7 +32,7 @@ _MOST_LAYERS = 10_000
 _TASKS = "ImageTextToText CausalLM Seq2SeqLM MaskedLM SpeechSeq2Seq ImageClassification".split()
 
 
-def config_of(model: Any, options: Mapping[str, Any]) -> PretrainedConfig:
+def config_of(model: Any, options: Options) -> PretrainedConfig:
     """The config of a repo or a folder, or the config that is given, as a copy.
 
     Raises:
@@ -53,18 +54,17 @@ def config_of(model: Any, options: Mapping[str, Any]) -> PretrainedConfig:
             _reach_hub(str(model), places)
         config: PretrainedConfig = AutoConfig.from_pretrained(model, **places)
     except Exception as error:
+        hint = "Fetch its config.json again, or install the release of transformers that knows it."
         if not Path(model).exists():
             hint = "There is no such folder: write the path of one that is there, or a repo that can be reached."
         elif not file.exists():
             hint = "It has no config.json: write the folder of a model; for an adapter, that of its base model."
-        else:
-            hint = "Fetch its config.json again, or install the release of transformers that knows it."
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
         raise InvalidPatcherError(f"{str(model)!r} isn't a model that can be used here. {hint} ({reason})") from error
     return _checked(config, str(model))
 
 
-def _reach_hub(repo: str, places: Mapping[str, Any]) -> None:
+def _reach_hub(repo: str, places: Options) -> None:
     """Raise where a repo has to be fetched and the hub can't be reached: a load would try that six times, in half a
     minute, and what was meant is most likely a folder."""
     cached = {name: places[name] for name in ("cache_dir", "revision") if name in places}
@@ -92,7 +92,7 @@ def _checked(config: PretrainedConfig, where: str) -> PretrainedConfig:
 
 
 def model_class_of(
-    config: PretrainedConfig, model_class: Any, model: Any = None, options: Mapping[str, Any] | None = None
+    config: PretrainedConfig, model_class: Any, model: Any = None, options: Options | None = None
 ) -> type[PreTrainedModel]:
     """The class of model to load: the one that is given, or that an Auto class has, or that the config names.
 
@@ -124,13 +124,11 @@ def model_class_of(
     if found := next(filter(None, [*known.values(), class_in(transformers.AutoModel, config)]), None):
         return found
     raise InvalidPatcherError(
-        f"No Auto class knows {type(config).__name__}, and it names no architecture; pass model_class=."
+        f"No Auto class knows {type(config).__name__}, and it names no class; pass model_class=."
     )
 
 
-def _named(
-    name: str, config: PretrainedConfig, model: Any, options: Mapping[str, Any]
-) -> type[PreTrainedModel] | None:
+def _named(name: str, config: PretrainedConfig, model: Any, options: Options) -> type[PreTrainedModel] | None:
     for auto, reference in (getattr(config, "auto_map", None) or {}).items():
         if str(reference).rpartition(".")[2] == name and (found := _brought(auto, config, model, options)):
             return found
@@ -140,9 +138,7 @@ def _named(
     return next((cls for cls in known if isinstance(cls, type) and issubclass(cls, PreTrainedModel)), None)
 
 
-def _brought(
-    auto: str, config: PretrainedConfig, model: Any, options: Mapping[str, Any]
-) -> type[PreTrainedModel] | None:
+def _brought(auto: str, config: PretrainedConfig, model: Any, options: Options) -> type[PreTrainedModel] | None:
     """The class that the repo brings for an Auto class, if its code may be run."""
     reference = (getattr(config, "auto_map", None) or {}).get(auto)
     if not options.get("trust_remote_code") or not isinstance(reference, str):
