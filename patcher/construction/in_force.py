@@ -164,6 +164,7 @@ def entering(block: Block) -> Iterator[None]:
         yield
     finally:
         block.ended = True  # in every context that carries it: this may be another one than it was entered in
+        block.construction = block.cover = None  # which such a context would keep
         _BLOCKS.set(blocks())
 
 

@@ -10,9 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from inspect import isgenerator
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,13 +17,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import PreTrainedModel
 
-from patcher.compat.modeling_code import Rebound, is_modeling_module
-from patcher.compat.models import DisableTorchFunction, inherit_loading_attributes, named_parameters
+from patcher.compat.modeling_code import is_modeling_module
+from patcher.compat.models import DisableTorchFunction, named_parameters
+from patcher.construction.held import attributes, tensors_in
 from patcher.construction.in_force import construction_around
-from patcher.construction.plain_tensors import attributes, tensors_in
-from patcher.errors import PatchConstructionError, PatcherError
+from patcher.errors import PatchConstructionError
 
 
 class MetaInit:
@@ -49,30 +45,6 @@ class MetaInit:
         # By identity, and not on the parameters, which may be somebody else's.
         self._twins: Any = WeakIdKeyDictionary()
         self._numbers: Any = WeakIdKeyDictionary()
-
-    def construct(
-        self, module: nn.Module, original: type[nn.Module], replacement: type[nn.Module], args: Any, kwargs: Any
-    ) -> None:
-        """Turn `module`, a bare object of `original`, into an initialised object of `replacement`.
-
-        Raises:
-            PatchConstructionError: `replacement` raised, or its objects have another layout in memory.
-        """
-        try:
-            _initialise(module, original, replacement, args, kwargs)
-            _check_is_module(module, replacement)
-        except PatcherError:
-            raise
-        except Exception as error:
-            if any(error is each for each in self.wanting):
-                raise without_value(replacement, f"something ({type(error).__name__}: {error})") from error
-            arguments = [_short(value) for value in args] + [f"{key}={_short(kwargs[key])}" for key in kwargs]
-            raise PatchConstructionError(
-                f"{replacement.__qualname__} could not be built in place of {original.__qualname__}"
-                f"{_where(error.__traceback__)}: {type(error).__name__}: {error}\n"
-                f"It was called as {replacement.__qualname__}({', '.join(arguments)}). A replacement is constructed "
-                f"with the arguments of {original.__qualname__}.__init__: take them all, or accept **kwargs."
-            ) from error
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
@@ -247,75 +219,3 @@ def like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
         twin.__dict__.update(attributes)
         return twin
     return type(parameter)(data, requires_grad=parameter.requires_grad, **attributes)
-
-
-def _initialise(
-    module: nn.Module, original: type[nn.Module], replacement: type[nn.Module], args: Any, kwargs: Any
-) -> None:
-    if type(replacement).__call__ not in (type.__call__, Rebound.__call__):
-        # The metaclass has a say in how objects come into being: let it, then be what it made.
-        if issubclass(replacement, PreTrainedModel):
-            raise TypeError(
-                f"{type(replacement).__name__}, the metaclass of a model, has a __call__ of its own: the model is "
-                "known before that has returned. Move what it does into __init__."
-            )
-        _become(module, replacement(*args, **kwargs))
-        return
-    if replacement.__new__ is original.__new__:
-        module.__class__ = replacement
-    else:
-        _become(module, replacement.__new__(replacement, *args, **kwargs))
-        if not isinstance(module, replacement):
-            return  # as Python has it: what is made of another class is not initialised
-    inherit_loading_attributes(module, original)
-    if (returned := module.__init__(*args, **kwargs)) is not None:  # type: ignore[misc]
-        # Nobody else looks: Python does only where it calls `__init__` itself. A generator hasn't even begun.
-        raise PatchConstructionError(
-            f"{replacement.__qualname__}.__init__ returns an object of {type(returned).__name__}: it must return None"
-            f"{', so it must not contain yield' if isgenerator(returned) else ''}."
-        )
-
-
-def _check_is_module(module: nn.Module, replacement: type[nn.Module]) -> None:
-    """Raise for what torch can't take for a module.
-
-    Raises:
-        PatchConstructionError: with what to write in the class.
-    """
-    if "_parameters" not in module.__dict__:
-        raise PatchConstructionError(
-            f"{replacement.__qualname__}.__init__ doesn't call super().__init__(), so there is no module to put into "
-            "the model: call it first."
-        )
-    if getattr(type(module), "__hash__", None) is None:
-        raise PatchConstructionError(
-            f"{replacement.__qualname__} defines __eq__ and so has no hash, by which torch finds modules: add "
-            "__hash__ = torch.nn.Module.__hash__ to the class."
-        )
-
-
-def _become(module: nn.Module, other: nn.Module) -> None:
-    """Be another object in all but identity: whoever builds `module` holds on to it."""
-    attributes = module.__dict__
-    module.__class__ = type(other)
-    object.__setattr__(module, "__dict__", other.__dict__)
-    for name, value in attributes.items():  # what is known about `module`
-        module.__dict__.setdefault(name, value)
-
-
-def _short(value: Any) -> str:
-    text = repr(value) if isinstance(value, bool | int | float | str | None) else f"<{type(value).__name__}>"
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _where(traceback: TracebackType | None) -> str:
-    """The line of modeling code that constructs the object: the frame outside of this package."""
-    frame = traceback.tb_frame if traceback is not None else None
-    package = str(Path(__file__).parent.parent)
-    while frame is not None and frame.f_code.co_filename.startswith(package):
-        frame = frame.f_back
-    if frame is None:
-        return ""
-    owner, _, name = frame.f_code.co_qualname.rpartition(".")
-    inside = f" of {owner.rpartition('.')[2]}" if owner and not owner.endswith("<locals>") else ""
-    return f", in {name}{inside} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.compat.modeling_code import is_modeling_module
-from patcher.compat.models import stock_class
+from patcher.compat.models import named_modules, stock_class
 from patcher.construction.class_rules import Match
 from patcher.construction.construction import Construction
 from patcher.construction.in_force import InForce, Outcome
@@ -33,7 +33,7 @@ def replace_modules(construction: Construction, model: PreTrainedModel) -> None:
         return
     used: dict[str, frozenset[tuple[InForce, str]]] = {}
     for depth in itertools.count():
-        modules = {path: module for path, module in model.named_modules(remove_duplicate=False) if path}
+        modules = {path: module for path, module in named_modules(model) if path}
         at_depth = [path for path in modules if path.count(".") == depth]
         if not at_depth:
             break
@@ -41,21 +41,21 @@ def replace_modules(construction: Construction, model: PreTrainedModel) -> None:
         for path, module in modules.items():
             paths_of.setdefault(id(module), []).append(path)
         for path in at_depth:
-            module = modules[path]
-            paths = paths_of[id(module)]
-            match = None if path in used else _match(construction, module, path, paths, used)
+            module, paths = modules[path], paths_of[id(modules[path])]
+            around = {each: _used_around(each, used) for each in paths}
+            match = None if path in used else _match(construction, module, path, around)
             if match is None:
                 continue
             new = module
             if type(module) is not match.replacement:  # as it is of a part that was loaded separately
                 args, kwargs = arguments_of(construction, path, module, match)
-                new = construction.build_in_place_of(module, stock_class(module), match, args, kwargs)
+                new = construction.build_in_place_of(module, match, args, kwargs)
             for each in paths:
                 parent, _, name = each.rpartition(".")
                 model.get_submodule(parent)._modules[name] = new
-                matched = construction.rules.matched_paths(each, _used_around(each, used))
-                used[each] = _used_around(each, used) | {(entry, str(key)) for entry, _, key in matched}
-                construction.outcome |= Outcome(frozenset(matched))
+                matched = construction.rules.keys_at(each, around[each])
+                used[each] = around[each].union(matched)
+                construction.outcome |= Outcome(frozenset((entry, "module_mapping", key) for entry, key in matched))
 
 
 def _used_around(path: str, used: dict[str, frozenset[tuple[InForce, str]]]) -> frozenset[tuple[InForce, str]]:
@@ -66,15 +66,16 @@ def _used_around(path: str, used: dict[str, frozenset[tuple[InForce, str]]]) -> 
 
 
 def _match(
-    construction: Construction,
-    module: nn.Module,
-    path: str,
-    paths: list[str],
-    used: dict[str, frozenset[tuple[InForce, str]]],
+    construction: Construction, module: nn.Module, path: str, around: dict[str, frozenset[tuple[InForce, str]]]
 ) -> Match | None:
-    """What is built in place of the module at these paths, one of which is looked at: all of them must be named."""
+    """What is built in place of a module, if all of its paths are named.
+
+    Args:
+        path: the one that is looked at.
+        around: each of its paths, with the keys that have replaced what is around it.
+    """
     cls = stock_class(module)
-    matches = {each: construction.rules.match_path(each, cls, _used_around(each, used)) for each in paths}
+    matches = {each: construction.rules.match_path(each, cls, used) for each, used in around.items()}
     match = matches[path]
     if match is None:
         return None

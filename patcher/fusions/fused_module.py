@@ -23,7 +23,7 @@ from patcher.fusions.families import fusion_named, is_our_own, shortest
 from patcher.fusions.looks import member
 from patcher.fusions.methods import is_importable
 from patcher.fusions.old_names import Moved, OldNames
-from patcher.layouts.carried import RECIPE, ModuleLayouts, PickledClass
+from patcher.layouts.carried import RECIPE, ModuleLayouts, reduce_by_recipe
 from patcher.layouts.either_layout import carry
 from patcher.layouts.layouts import Layout, Rows, named_parameter
 from patcher.layouts.transforms import is_alone
@@ -67,7 +67,7 @@ def fused_class(fusion: Fusion, original: type[nn.Module], recipe: Hashable) -> 
                 cls._made_by = MadeBy(fusion, original, recipe)  # type: ignore[attr-defined]
                 setattr(cls, RECIPE, (fused_class, fusion, original, recipe))
                 if not issubclass(cls, FusedModule) and "__reduce_ex__" not in vars(cls):
-                    cls.__reduce_ex__ = _reduce  # type: ignore[method-assign]
+                    cls.__reduce_ex__ = reduce_by_recipe  # type: ignore[method-assign]
             if is_importable(original):  # others are freed with their last object
                 _kept[original, key] = cls
         return cls
@@ -98,19 +98,6 @@ def takes_modules(cls: type[nn.Module]) -> bool:
     return issubclass(cls, FusedModule) or hasattr(cls, "from_module")
 
 
-def _reduce(self: Any, protocol: Any) -> Any:
-    """For classes made at run time: the process that reads the pickle makes its own. Not for what derives from one."""
-    cls = type(self)
-    if "_made_by" not in vars(cls):
-        return object.__reduce_ex__(self, protocol)
-    return (_restored, (PickledClass(cls),), self.__getstate__())
-
-
-def _restored(pickled: Any) -> nn.Module:
-    cls = PickledClass.read(pickled)
-    return cls.__new__(cls)  # type: ignore[no-any-return]
-
-
 class FusedModule(OldNames):
     """What rewritten classes have in common: a class of transformers with other parameters and other methods."""
 
@@ -121,7 +108,7 @@ class FusedModule(OldNames):
         made_by, module = self._made_by, cast(nn.Module, self)
         fuse_in_place(module, made_by.fusion.layouts(module), made_by.original, shortest(made_by.fusion))
 
-    __reduce_ex__ = _reduce
+    __reduce_ex__ = reduce_by_recipe
 
 
 def fuse(

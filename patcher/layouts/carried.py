@@ -54,6 +54,18 @@ class PickledClass:
         return self
 
 
+def reduce_by_recipe(self: Any, protocol: Any) -> Any:
+    """The `__reduce_ex__` of such a class: whoever reads the pickle makes its own. Not for what derives from one."""
+    cls = type(self)
+    if RECIPE not in vars(cls):
+        return object.__reduce_ex__(self, protocol)
+    return (_bare, (PickledClass(cls),), self.__getstate__())
+
+
+def _bare(pickled: Any) -> Any:
+    return object.__new__(PickledClass.read(pickled))
+
+
 @dataclass(frozen=True)
 class ModuleLayouts:
     """How the parameters of a module become those of transformers.

@@ -322,12 +322,12 @@ def test_a_load_under_the_registry_leaves_nothing(llama: Path, nothing_is_left: 
 
 def test_without_a_patcher_nothing_is_covered_or_looked_for(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Row 11, structurally: a load that nobody patches puts up no gate and looks at no class."""
-    from patcher.construction import class_rules, init_hooks
+    from patcher.construction import class_rules, cover
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a scope was opened")
 
-    monkeypatch.setattr(init_hooks._Cover, "__init__", fail)
+    monkeypatch.setattr(cover.Cover, "__init__", fail)
     monkeypatch.setattr(class_rules, "module_subclasses", fail)
     LlamaForCausalLM.from_pretrained(llama)
     LlamaForCausalLM._from_config(tiny_llama_config())

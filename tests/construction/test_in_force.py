@@ -31,7 +31,7 @@ from patcher import (
     original_state_dict,
     report,
 )
-from patcher.construction import init_hooks, lock
+from patcher.construction import cover, lock
 from patcher.construction.in_force import entered
 from patcher.monkey_patching import clear_patch_mapping, register_patch_mapping
 from tests.support.replacements import OwnMLP, OwnNorm
@@ -478,8 +478,8 @@ def test_a_fork_inherits_no_gate_and_no_lock_of_another_thread(tmp_path: Path) -
 
     def check() -> None:
         assert LlamaMLP.__init__ is before
-        assert not init_hooks._Cover.active
-        assert init_hooks._watcher not in sys.meta_path
+        assert not cover.Cover.active
+        assert cover._watcher not in sys.meta_path
         assert "MyMLP" not in kinds(LlamaForCausalLM.from_pretrained(folder))
         assert "MyMLP" in kinds(LlamaForCausalLM.from_pretrained(folder, patcher=Patcher({"LlamaMLP": MyMLP})))
         assert LlamaMLP.__init__ is before

@@ -11,8 +11,8 @@ from patcher.compat.models import stock_class
 from patcher.compat.seams import Stock, seam
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction
+from patcher.construction.cover import building, cover_new_classes, cover_new_model
 from patcher.construction.in_force import construction_around, entered, in_force_for
-from patcher.construction.init_hooks import building, cover_new_classes, cover_new_model
 from patcher.construction.lock import construction_lock
 from patcher.construction.modules_by_path import replace_modules
 from patcher.errors import InvalidPatcherError, PatchConstructionError
@@ -107,7 +107,7 @@ def _initialise(stock: Stock, self: PreTrainedModel) -> None:
         replace_functions(construction, self)
         if not construction.is_skeleton:
             rebuild_fused_modules(construction, self)
-    with keeping_computed(construction.outermost_built):
+    with keeping_computed(built.module for built in construction.built if built.outermost):
         stock(self)
     if is_root:
         construction.is_constructed = True
