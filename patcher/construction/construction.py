@@ -85,11 +85,11 @@ class Construction:
     _noted: dict[type[nn.Module], Match] = field(init=False, default_factory=dict)
 
     def replaced(
-        self, cls: type[nn.Module], name: str, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, cls: type[nn.Module], module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> nn.Module | None:
-        """Build what is in force in place of `cls`, which modeling code has bound to `name`; None if stock is to be.
+        """Build what is in force in place of `cls`; None if nothing is, or the caller's own code is to build that.
 
-        To be called by what replaces the constructor: its caller constructs the object.
+        To be called by what takes the place of a constructor.
 
         Args:
             module: the bare object of `cls`, if there is one yet.
@@ -101,7 +101,7 @@ class Construction:
         is_inside = bool(self._building) and not is_modeling_module(calling_module(2))
         if is_inside or any(module is each for each in self._building):
             return None
-        match = self.rules.match(cls, name)
+        match = self.rules.match(cls)
         if match is None:
             return None
         if match.replacement is cls:  # whatever the outer patchers say
@@ -184,7 +184,6 @@ class Construction:
         try:
             with nullcontext() if outer is not None else inner.in_force():
                 _initialise(module, original, replacement, args, kwargs)
-                _check_is_module(module, replacement)
         except PatcherError:
             raise
         except Exception as error:
@@ -245,54 +244,23 @@ def _check_parameters(original: type[nn.Module], replacement: type[nn.Module]) -
 def _initialise(
     module: nn.Module, original: type[nn.Module], replacement: type[nn.Module], args: Any, kwargs: Any
 ) -> None:
-    if type(replacement).__call__ is not type.__call__:
-        # The metaclass has a say in how objects come into being: let it, then be what it made.
-        if issubclass(replacement, PreTrainedModel):
-            raise TypeError(
-                f"{type(replacement).__name__}, the metaclass of a model, has a __call__ of its own: the model is "
-                "known before that has returned. Move what it does into __init__."
-            )
-        _become(module, replacement(*args, **kwargs))
-        return
-    if replacement.__new__ is original.__new__:
-        module.__class__ = replacement
-    else:
-        _become(module, replacement.__new__(replacement, *args, **kwargs))
-        if not isinstance(module, replacement):
-            return  # as Python has it: what is made of another class is not initialised
+    if type(replacement).__call__ is not type.__call__ or replacement.__new__ is not original.__new__:
+        raise PatchConstructionError(
+            f"{replacement.__qualname__} has a __new__, or a metaclass with a __call__, of its own, and takes the "
+            "place of an object that has been made already. Move what it does into __init__."
+        )
+    module.__class__ = replacement
     inherit_loading_attributes(module, original)
-    if (returned := module.__init__(*args, **kwargs)) is not None:  # type: ignore[misc]
-        # Nobody else looks: Python does only where it calls `__init__` itself. A generator hasn't even begun.
+    returned = module.__init__(*args, **kwargs)  # type: ignore[misc]
+    if returned is not None:  # where Python calls `__init__` itself, it looks; a generator hasn't even begun
         raise PatchConstructionError(
             f"{replacement.__qualname__}.__init__ returns an object of {type(returned).__name__}: it must return None"
             f"{', so it must not contain yield' if inspect.isgenerator(returned) else ''}."
         )
-
-
-def _become(module: nn.Module, other: nn.Module) -> None:
-    """Be another object in all but identity: whoever builds `module` holds on to it."""
-    attributes = module.__dict__
-    module.__class__ = type(other)
-    object.__setattr__(module, "__dict__", other.__dict__)
-    for name, value in attributes.items():  # what is known about `module`
-        module.__dict__.setdefault(name, value)
-
-
-def _check_is_module(module: nn.Module, replacement: type[nn.Module]) -> None:
-    """Raise for what torch can't take for a module.
-
-    Raises:
-        PatchConstructionError: with what to write in the class.
-    """
     if "_parameters" not in module.__dict__:
         raise PatchConstructionError(
             f"{replacement.__qualname__}.__init__ doesn't call super().__init__(), so there is no module to put into "
             "the model: call it first."
-        )
-    if getattr(type(module), "__hash__", None) is None:
-        raise PatchConstructionError(
-            f"{replacement.__qualname__} defines __eq__ and so has no hash, by which torch finds modules: add "
-            "__hash__ = torch.nn.Module.__hash__ to the class."
         )
 
 

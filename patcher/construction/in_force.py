@@ -76,7 +76,6 @@ class Block:
         only: nothing of what is around it is in force inside.
         thread: the one that it is private to, in contexts that others have copied as well.
         construction: what is built inside is a part of it.
-        cover: the gates that were put in place for it.
         ended: it was left; a context that was copied from within may outlive it.
     """
 
@@ -87,7 +86,6 @@ class Block:
         self.only = only
         self.thread = None if construction is None else threading.get_ident()
         self.construction = construction
-        self.cover: Any = None
         self.ended = False
         self.outcome = Outcome()
         self._lock = threading.Lock()
@@ -164,7 +162,7 @@ def entering(block: Block) -> Iterator[None]:
         yield
     finally:
         block.ended = True  # in every context that carries it: this may be another one than it was entered in
-        block.construction = block.cover = None  # which such a context would keep
+        block.construction = None  # which such a context would keep
         _BLOCKS.set(blocks())
 
 

@@ -17,7 +17,7 @@ from types import CellType, FunctionType
 from typing import Any
 
 from patcher.compat.modeling_code import REBOUND
-from patcher.construction.bindings import own_members, without_stand_ins
+from patcher.construction.gates import own_members, without_stand_ins
 from patcher.errors import PatchConstructionError
 from patcher.functions.graph import Edge, Graph, closure_of, functions_in, is_followed, made_of
 from patcher.functions.references import references_of

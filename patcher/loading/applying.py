@@ -36,7 +36,7 @@ from patcher.compat.models import (
 from patcher.compat.recorders import forget_recorded
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction
-from patcher.construction.cover import in_force
+from patcher.construction.gates import in_force
 from patcher.construction.in_force import Block, InForce, Outcome, entered, unpatched
 from patcher.construction.lock import construction_lock
 from patcher.errors import InvalidPatcherError

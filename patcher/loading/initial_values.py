@@ -31,7 +31,7 @@ from patcher.compat.models import (
     ties,
 )
 from patcher.construction.construction import Built, Construction, Placed
-from patcher.construction.cover import building
+from patcher.construction.gates import building
 from patcher.construction.held import attributes, tensors_in
 from patcher.construction.meta_init import MetaInit, like, without_value
 from patcher.errors import InvalidPatcherError, PatchConstructionError

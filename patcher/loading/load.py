@@ -28,7 +28,7 @@ from patcher.compat.parallel import sizes
 from patcher.compat.seams import not_called
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, Placed
-from patcher.construction.cover import building
+from patcher.construction.gates import building
 from patcher.construction.in_force import InForce, Outcome, in_force_for, tell_blocks
 from patcher.construction.meta_init import NoValues
 from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherError

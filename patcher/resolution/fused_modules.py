@@ -11,7 +11,7 @@ from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import DisableTorchFunction, mark_original_class
 from patcher.construction.class_rules import Match
 from patcher.construction.construction import Construction
-from patcher.construction.cover import cover_new_classes
+from patcher.construction.gates import cover_new_classes
 from patcher.construction.modules_by_path import arguments_of
 from patcher.fusions.families import is_our_own
 from patcher.fusions.fused_module import fuse
@@ -23,7 +23,7 @@ def keep_arguments(construction: Construction) -> None:
     patchers = [entry.patcher for entry in construction.rules.entries]
     if any(each.module_mapping or not all(map(is_our_own, each.fusions)) for each in patchers):
         construction.keeps_arguments = True
-        cover_new_classes(all_classes=True)
+        cover_new_classes(construction.rules)
 
 
 def resolve_fusions(construction: Construction, model: PreTrainedModel) -> None:

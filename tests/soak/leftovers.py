@@ -15,8 +15,7 @@ from pathlib import Path
 
 from torch import nn
 
-from patcher.construction.bindings import Binding
-from patcher.construction.cover import Cover
+from patcher.construction.gates import Binding, Cover
 from patcher.construction.in_force import entered, registered_patcher
 from tests.support.snapshot import Snapshot, changes, snapshot
 

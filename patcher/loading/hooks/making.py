@@ -11,7 +11,7 @@ from patcher.compat.models import stock_class
 from patcher.compat.seams import Stock, seam
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction
-from patcher.construction.cover import building, cover_new_classes, cover_new_model
+from patcher.construction.gates import building, cover_new_classes
 from patcher.construction.in_force import construction_around, entered, in_force_for
 from patcher.construction.lock import construction_lock
 from patcher.construction.modules_by_path import replace_modules
@@ -60,18 +60,13 @@ def init(stock: Stock, self: PreTrainedModel, config: Any, *args: Any, **kwargs:
     if construction is None and entered():
         raise PatchConstructionError(
             f"{type(self).__name__}.__init__ was reached around the gate that a block puts on it, so no patcher can "
-            "follow what it builds: another tool has replaced it. Use that tool before the block begins."
+            "follow what it builds: the class was defined in the block, or another tool has replaced its __init__. "
+            "Define it, and use that tool, before the block begins."
         )
     if construction is not None and construction.root in (None, self):
         construction.root = self
         keep_arguments(construction)
     stock(self, config, *args, **kwargs)
-
-
-@seam("transformers.modeling_utils:PreTrainedModel.__init_subclass__")
-def init_subclass(stock: Stock, cls: type[PreTrainedModel], **kwargs: Any) -> None:
-    stock(cls, **kwargs)
-    cover_new_model(cls)
 
 
 @seam("transformers.modeling_utils:PreTrainedModel.post_init")

@@ -1,0 +1,305 @@
+"""What takes the place of something in this process while a mapping is in force: gates, and stand-ins for names.
+
+A gate is the `__init__` of a class of modeling code: called for an object of exactly that class, in a context where a
+mapping names it, it makes the object one of the replacement. So it doesn't matter where modeling code finds the class
+(a module attribute, an alias, a table, a function that imports it late), and for every other thread the class is what
+it always was: it can be pickled, subclassed and compared meanwhile.
+
+A gate can't tell `LayerNorm` in one modeling file from `torch.nn.LayerNorm`, which is not ours to touch. Where a
+modeling file has bound such a class to a name, or has it in a table, a stand-in takes its place: called in such a
+context it builds the replacement, and anywhere else the class. Whoever reads the name meanwhile has what passes for
+the class, and may subclass it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from types import ModuleType
+from typing import Any, ClassVar
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from patcher.compat.modeling_code import custom_modeling_modules, is_modeling_module, model_classes, module_subclasses
+from patcher.construction.class_rules import ClassRules
+from patcher.construction.construction import Construction, construction_here
+from patcher.construction.in_force import Block, entered, entering
+from patcher.construction.lock import process_lock
+from patcher.construction.meta_init import unwatch_parameters, watch_parameters
+from patcher.source.alike import IN_PLACE_OF
+from patcher.source.importing import Watcher
+
+_STANDS_FOR = "_patcher_stands_for"
+
+
+class Binding:
+    """A place that holds something else as long as it is needed there: whoever needs it shares it.
+
+    Args:
+        container: a class, a namespace, or a table.
+        after: makes of what is there what is to be there.
+    """
+
+    made: ClassVar[dict[tuple[int, Any], Binding]] = {}
+
+    def __init__(self, container: Any, key: Any, after: Callable[[Any], Any]) -> None:
+        self.container, self.key = container, key
+        self.users = 0
+        self.before = _entry(container, key)
+        self.after = after(self.before)
+        _put(container, key, self.after)
+
+    def release(self) -> None:
+        self.users -= 1
+        if self.users == 0:
+            del self.made[id(self.container), self.key]
+            # Somebody who has put something else there meanwhile keeps it; what they wrapped goes on passing through.
+            if _entry(self.container, self.key) is self.after:
+                _put(self.container, self.key, self.before)
+
+
+# A table may be a dict of a kind of its own: one builds an object for each entry that is looked at (`ACT2FN`), others
+# import a modeling file for it. How such a class reads and writes doesn't matter.
+
+
+def _entry(container: Any, key: Any) -> Any:
+    """What is in a place, None if nothing is."""
+    if isinstance(container, list):
+        return container[key] if key < len(container) else None
+    return dict.get(container, key) if isinstance(container, dict) else vars(container).get(key)
+
+
+def _put(container: Any, key: Any, value: Any) -> None:
+    if isinstance(container, dict):
+        dict.__setitem__(container, key, value)
+    elif isinstance(container, list):
+        container[key] = value
+    elif value is None:
+        delattr(container, key)
+    else:
+        setattr(container, key, value)
+
+
+def _gate(cls: type[nn.Module], before: Any) -> Any:
+    """The `__init__` of a class with a gate."""
+
+    @functools.wraps(cls.__init__)
+    def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        with construction_here() if type(self) is cls else nullcontext() as construction:
+            if construction is not None and construction.replaced(cls, self, args, kwargs) is not None:
+                return
+            if before is None:
+                super(cls, self).__init__(*args, **kwargs)
+            else:
+                before(self, *args, **kwargs)
+
+    setattr(__init__, IN_PLACE_OF, before)
+    return __init__
+
+
+def own_members(cls: type) -> dict[str, Any]:
+    """The members of a class itself, without a gate that it has for a while."""
+    with process_lock:
+        members, binding = dict(vars(cls)), Binding.made.get((id(cls), "__init__"))
+        if binding is not None and members.get("__init__") is binding.after:
+            del members["__init__"]
+            if binding.before is not None:
+                members["__init__"] = binding.before
+    return members
+
+
+def without_stand_ins(namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a namespace as it is where no load is under way."""
+    return {name: _unwrapped(value) for name, value in namespace.items()}
+
+
+def _unwrapped(value: Any) -> Any:
+    """What a name is bound to where nothing stands in for it."""
+    if isinstance(value, type):
+        return value.__dict__.get(_STANDS_FOR, value)
+    if type(value) is tuple and any(isinstance(each, type) and _STANDS_FOR in vars(each) for each in value):
+        return tuple(map(_unwrapped, value))
+    return value
+
+
+def _stand_in(original: Any) -> Any:
+    """A class that passes for `original` and, called where it is replaced, builds the replacement.
+
+    Args:
+        original: or a tuple, of which classes of modules get stand-ins.
+    """
+    if isinstance(original, tuple):
+        return tuple(_stand_in(each) if _is_module_class(each) else each for each in original)
+    meta: Any = type(original)
+
+    class StandIn(meta):  # type: ignore[misc]
+        def __new__(mcs, name: str, bases: tuple[type, ...], body: dict[str, Any], **kwargs: Any) -> Any:
+            if _STANDS_FOR in body:
+                return super().__new__(mcs, name, bases, body)
+            return meta(name, tuple(_unwrapped(base) for base in bases), body, **kwargs)  # somebody subclasses it
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            with construction_here() as construction:
+                module = construction and construction.replaced(original, None, args, kwargs)
+                return original(*args, **kwargs) if module is None else module
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, original)
+
+        def __subclasscheck__(cls, subclass: type) -> bool:
+            return issubclass(_unwrapped(subclass), original)
+
+        def __eq__(cls, other: object) -> bool:
+            match = ClassRules(entered()).match(original)
+            return other is cls or other is original or (match is not None and match.replacement is other)
+
+        def __hash__(cls) -> int:
+            return hash(original)
+
+    body = {_STANDS_FOR: original, "__module__": original.__module__, "__qualname__": original.__qualname__}
+    return StandIn(original.__name__, (original,), body)
+
+
+def _is_module_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)
+
+
+class Cover:
+    """The gates and stand-ins that one set of class rules needs, and gates on all models where any may be built."""
+
+    active: ClassVar[set[Cover]] = set()
+
+    def __init__(self, rules: ClassRules, *, models: bool) -> None:
+        self.rules = rules
+        self.models = models
+        self.all_classes = False
+        #: classes with a gate, and the ids of modules that were looked into for stand-ins
+        self._done: dict[Any, None] = {}
+        self._bindings: list[Binding] = []
+        self._custom: set[str] = set()
+        #: classes that are named and can't have a gate
+        self._foreign: set[type[nn.Module]] = set()
+        with process_lock:
+            Cover.active.add(self)
+            if len(Cover.active) == 1:
+                _watcher.begin()
+                watch_parameters()
+
+    def add_all(self) -> None:
+        """Put gates on all classes of modeling code that are named, and on models, and stand-ins for the others."""
+        for model_class in model_classes() if self.models else ():
+            self.add(model_class)
+        named = module_subclasses() if self.all_classes else self.rules.classes()
+        if not all(is_modeling_module(cls.__module__) for cls in named):
+            self._custom = custom_modeling_modules()
+        for cls in named:
+            self.add(cls)
+        self._foreign = {cls for cls in named if cls not in self._done and self.rules.concerns(cls)}
+        for name, module in list(sys.modules.items()) if self._foreign else ():
+            if is_modeling_module(name) and isinstance(module, ModuleType):
+                self.add_names(module)
+
+    def add(self, cls: type[nn.Module]) -> None:
+        """Put a gate on a class, if it is one of modeling code that is named."""
+        if cls in self._done:
+            return
+        if not (self.models and issubclass(cls, PreTrainedModel)):
+            if not (is_modeling_module(cls.__module__) or cls.__module__ in self._custom):
+                return
+            if not self.all_classes and not self.rules.may_concern(cls):
+                return
+        self._done[cls] = None
+        self._bind(cls, "__init__", functools.partial(_gate, cls))
+
+    def add_names(self, module: ModuleType) -> None:
+        """Put stand-ins into the namespace of a modeling module, and into its tables."""
+        if id(module) in self._done:
+            return
+        self._done[id(module)] = None
+        namespace = vars(module)
+        for name, value in list(namespace.items()):
+            if self._holds_foreign(value):
+                self._bind(namespace, name, _stand_in)
+            elif isinstance(value, dict) or type(value) is list:
+                for key, item in list(dict.items(value) if isinstance(value, dict) else enumerate(value)):
+                    if self._holds_foreign(item):
+                        self._bind(value, key, _stand_in)
+
+    def _holds_foreign(self, item: Any) -> bool:
+        """Whether an entry is a class of others, or a tuple with one in it, `(nn.ReLU, {"inplace": True})`."""
+        listed = item if type(item) is tuple else (item,)
+        return any(isinstance(each, type) and _unwrapped(each) in self._foreign for each in listed)
+
+    def _bind(self, container: Any, key: Any, after: Callable[[Any], Any]) -> None:
+        with process_lock:
+            if self not in Cover.active:
+                return  # the block was left meanwhile, by another thread than the one that imports
+            place = id(container), key
+            if place not in Binding.made:
+                Binding.made[place] = Binding(container, key, after)
+            Binding.made[place].users += 1
+            self._bindings.append(Binding.made[place])
+
+    def remove_all(self) -> None:
+        with process_lock:
+            Cover.active.discard(self)
+            if not Cover.active:
+                _watcher.end()
+                unwatch_parameters()
+            while self._bindings:
+                self._bindings.pop().release()
+
+
+@contextmanager
+def in_force(block: Block, rules: ClassRules, *, models: bool = False) -> Iterator[None]:
+    """Put a block in force, and gates on the classes that its rules name. On exit nothing of it is left anywhere.
+
+    Args:
+        rules: what is in force with it.
+        models: any model may be built inside, by hand.
+    """
+    with entering(block):
+        if not rules.entries:
+            yield
+            return
+        cover = Cover(rules, models=models)
+        try:
+            cover.add_all()
+            yield
+        finally:
+            cover.remove_all()
+
+
+@contextmanager
+def building(construction: Construction) -> Iterator[None]:
+    """Let what is built inside the block be a part of a construction, with exactly its patchers in force."""
+    rules = construction.rules
+    with in_force(Block(rules.entries, only=True, construction=construction), rules):
+        yield
+        construction.end()
+
+
+def cover_new_classes(rules: ClassRules | None = None) -> None:
+    """Put gates on classes that came into being after a block began, other than by an import.
+
+    Args:
+        rules: those of a construction that wants constructor arguments: of all classes of modeling code, named or not.
+    """
+    for cover in list(Cover.active):
+        cover.all_classes |= rules is not None and cover.rules.entries == rules.entries
+        cover.add_all()
+
+
+def _cover_module(module: ModuleType) -> None:
+    """Put gates on the classes of a modeling module that is first imported while a mapping is in force."""
+    with process_lock:
+        for cover in Cover.active:
+            for cls in filter(_is_module_class, list(vars(module).values())):
+                cover.add(cls)
+            cover.add_names(module)
+
+
+_watcher = Watcher("modeling code", is_modeling_module, _cover_module)
