@@ -150,19 +150,6 @@ class Construction:
             self._note(match)
         self.built.append(Built(module, match, args, kwargs, is_outermost, numbers))
 
-    def build_in_place_of(
-        self, module: nn.Module, match: Match, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> nn.Module:
-        """What takes the place of a constructed module, built with the arguments that made that one.
-
-        Raises:
-            PatchConstructionError: it can't be built.
-        """
-        new = match.original.__new__(match.original)
-        self.build(new, match, args, kwargs)
-        new.train(module.training)
-        return new
-
     def build_again(self, built: Built, meta_init: MetaInit) -> nn.Module:
         """Build a replacement once more, for the values that its `__init__` gives to new weights."""
         module = built.match.original.__new__(built.match.original)

@@ -28,7 +28,7 @@ from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, construction_here
 from patcher.construction.in_force import Block, entered, entering
 from patcher.construction.lock import process_lock
-from patcher.construction.meta_init import unwatch_parameters, watch_parameters
+from patcher.construction.meta_init import watch_parameters
 from patcher.source.alike import IN_PLACE_OF
 from patcher.source.importing import Watcher
 
@@ -171,6 +171,8 @@ class Cover:
     """The gates and stand-ins that one set of class rules needs, and gates on all models where any may be built."""
 
     active: ClassVar[set[Cover]] = set()
+    #: that of torch on the registration of parameters, while there are some
+    hook: ClassVar[Any] = None
 
     def __init__(self, rules: ClassRules, *, models: bool) -> None:
         self.rules = rules
@@ -186,7 +188,7 @@ class Cover:
             Cover.active.add(self)
             if len(Cover.active) == 1:
                 _watcher.begin()
-                watch_parameters()
+                Cover.hook = watch_parameters()
 
     def add_all(self) -> None:
         """Put gates on all classes of modeling code that are named, and on models, and stand-ins for the others."""
@@ -248,7 +250,7 @@ class Cover:
             Cover.active.discard(self)
             if not Cover.active:
                 _watcher.end()
-                unwatch_parameters()
+                Cover.hook.remove()
             while self._bindings:
                 self._bindings.pop().release()
 

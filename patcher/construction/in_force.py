@@ -131,10 +131,7 @@ def entered() -> tuple[InForce, ...]:
 
 def construction_around() -> Construction | None:
     """The construction that this code is a part of, None if nothing is built here under a patcher."""
-    for block in blocks():
-        if block.construction is not None or block.only:
-            return block.construction
-    return None
+    return next((block.construction for block in blocks() if block.construction is not None or block.only), None)
 
 
 def in_force_for(patcher: Any) -> tuple[tuple[InForce, ...], tuple[InForce, ...]]:

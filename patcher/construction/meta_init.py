@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Container, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from patcher.compat.modeling_code import is_modeling_module
@@ -51,15 +52,11 @@ class MetaInit:
         """See to it that what has no value is on meta inside the block, and nothing else."""
         # On the stock path everything is built under `torch.device("meta")`: there buffers must be made real.
         self.to_meta = self.to_meta or torch.empty(0).device.type == "meta"
-        if not self.to_meta:
+        with ExitStack() as stack:
+            if self.to_meta:
+                stack.enter_context(torch.device("cpu"))
+                stack.enter_context(_Mixing(self.wanting))
             yield
-            return
-        _active.add(self)
-        try:
-            with torch.device("cpu"), _Mixing(self.wanting):
-                yield
-        finally:
-            _active.discard(self)
 
     def register(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """What is registered in the place of a parameter, None for the parameter itself."""
@@ -90,31 +87,15 @@ class MetaInit:
         return {name: number for name, number in named if number is not None}
 
 
-#: Those in force, in whatever thread: mostly none, and then the hook has nothing to look up.
-_active: set[MetaInit] = set()
-_handle: Any = None
+def watch_parameters() -> RemovableHandle:
+    """Put torch's registration hook in place; for threads that build no replacement it does nothing."""
+    return register_module_parameter_registration_hook(_on_registration)  # type: ignore[arg-type]
 
 
 def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-    if not _active or parameter is None:
-        return None
     construction = construction_around()
-    if construction is None or construction.meta_init not in _active:
-        return None
-    return construction.meta_init.register(parameter)
-
-
-def watch_parameters() -> None:
-    """Put torch's registration hook in place; for threads that build no replacement it does nothing."""
-    global _handle
-    _handle = register_module_parameter_registration_hook(_on_registration)  # type: ignore[arg-type]
-
-
-def unwatch_parameters() -> None:
-    """Take the hook away."""
-    global _handle
-    _handle.remove()
-    _handle = None
+    meta_init = None if construction is None or parameter is None else construction.meta_init
+    return meta_init.register(parameter) if meta_init is not None and meta_init.to_meta else None
 
 
 def without_value(replacement: type[nn.Module], what: str) -> PatchConstructionError:

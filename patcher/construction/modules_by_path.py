@@ -18,9 +18,6 @@ from patcher.construction.construction import Construction
 from patcher.construction.in_force import InForce, Outcome
 from patcher.errors import PatchConflictError, PatchConstructionError
 
-#: What constructors of torch take besides what makes a module what it is.
-_PLACEMENT = frozenset({"device", "dtype"})
-
 
 def replace_modules(construction: Construction, model: PreTrainedModel) -> None:
     """Build the replacements of the modules that a module mapping names, from the outside in.
@@ -48,8 +45,7 @@ def replace_modules(construction: Construction, model: PreTrainedModel) -> None:
                 continue
             new = module
             if type(module) is not match.replacement:  # as it is of a part that was loaded separately
-                args, kwargs = arguments_of(construction, path, module, match)
-                new = construction.build_in_place_of(module, match, args, kwargs)
+                new = rebuilt(construction, path, module, match)
             for each in paths:
                 parent, _, name = each.rpartition(".")
                 model.get_submodule(parent)._modules[name] = new
@@ -101,25 +97,27 @@ def _shared(key: str, path: str, other: str) -> str:
     )
 
 
-def arguments_of(
-    construction: Construction, path: str, module: nn.Module, match: Match
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of the constructor of what is replaced by its path, or is fused.
+def rebuilt(construction: Construction, path: str, module: nn.Module, match: Match) -> nn.Module:
+    """What is replaced by its path, or is fused, built with the arguments that made the constructed module there.
 
     Raises:
-        PatchConstructionError: they can't be known.
+        PatchConstructionError: it can't be built, or the arguments can't be known.
     """
+    cls = stock_class(module)
     if id(module) in construction.arguments:
         _, args, kwargs = construction.arguments[id(module)]
-        return args, kwargs
-    cls = stock_class(module)
-    if cls.__module__.startswith("torch."):
-        return _attributes(path, module, match)
-    by = "a copy of another module" if is_modeling_module(cls.__module__) else f"built by code in {cls.__module__}"
-    raise PatchConstructionError(
-        f"{_named(path, match)}, and with which arguments the {cls.__qualname__} there was made can't be known: "
-        f"it is {by}. {_instead(path, match)}"
-    )
+    elif cls.__module__.startswith("torch."):
+        args, kwargs = _attributes(path, module, match)
+    else:
+        by = "a copy of another module" if is_modeling_module(cls.__module__) else f"built by code in {cls.__module__}"
+        raise PatchConstructionError(
+            f"{_named(path, match)}, and with which arguments the {cls.__qualname__} there was made can't be known: "
+            f"it is {by}. {_instead(path, match)}"
+        )
+    new = match.original.__new__(match.original)
+    construction.build(new, match, args, kwargs)
+    new.train(module.training)
+    return new
 
 
 def _attributes(path: str, module: nn.Module, match: Match) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -132,7 +130,7 @@ def _attributes(path: str, module: nn.Module, match: Match) -> tuple[tuple[Any, 
     taken = inspect.signature(match.replacement).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
     for name, parameter in inspect.signature(type(module)).parameters.items():
-        if name in _PLACEMENT or name.startswith("_"):
+        if name in ("device", "dtype") or name.startswith("_"):  # not what makes a module what it is
             continue
         value = getattr(module, name, parameter)
         is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)

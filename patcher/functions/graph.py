@@ -81,6 +81,8 @@ class Graph:
     def __init__(self, rules: FunctionRules) -> None:
         self.rules = rules
         self.nodes: dict[int, Node] = {}
+        #: id of a namespace -> the names that functions bind in it
+        self.written: dict[int, set[str]] = {}
         self._needing: set[int] | None = None
 
     def add(self, edges: Iterable[Edge]) -> None:
@@ -166,6 +168,7 @@ class Graph:
     def _look_at_function(self, node: Node) -> None:
         function, references = node.value, references_of(node.value.__code__)
         space = function.__globals__
+        self.written.setdefault(id(space), set()).update(references.written)
         tables, called, handed = list[Any](), set[int](), list[Any]()  # what it hands on: to a table, if it has one
         if is_followed_module(space.get("__name__", "")):
             for reference in references.read:
@@ -210,9 +213,10 @@ class Graph:
                 self._otherwise(node, inspect.getattr_static(value, attributes[0], None), f"{place}.{attributes[0]}")
         elif place != name:
             self._otherwise(node, value, place)
-        elif isinstance(value, Mapping | list | tuple | set) and _is_shared(name, value):
-            listed = value.values() if isinstance(value, dict) else value
-            node.shared += [(each, name) for each in (registered(value) if _is_shared_table(value) else listed)]
+        elif _is_shared_table(value):
+            node.shared += [(each, name) for each in registered(value)]
+        elif (table := _table(value)) and _is_shared(name, value):
+            node.shared += [(each, name) for each in table]
         else:
             node.edges.append(self.edge(value, name, name))
 
@@ -322,10 +326,16 @@ def _is_shared_table(value: Any) -> bool:
     return isinstance(value, Mapping) and type(value) is not dict and _is_of_all_models(type(value).__module__)
 
 
+def _table(value: Any) -> list[Any]:
+    """The functions in a table of them."""
+    listed = value.values() if type(value) is dict else value if isinstance(value, list | tuple | set) else ()
+    return [each for each in listed if isinstance(each, FunctionType)]
+
+
 def _is_shared(name: str, value: Any) -> bool:
     """Whether a table is shared by all models: transformers has it outside of the files of its models."""
-    return _is_shared_table(value) or any(
-        getattr(module, "__dict__", {}).get(name) is value
+    return any(
+        _is_of_all_models(home)
         for home, module in list(sys.modules.items())
-        if _is_of_all_models(home)
+        if getattr(module, "__dict__", {}).get(name) is value
     )

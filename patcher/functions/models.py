@@ -17,7 +17,7 @@ from patcher.compat.models import named_modules
 from patcher.construction.held import attributes
 from patcher.errors import PatchConstructionError
 from patcher.functions.graph import Edge, Node, made_of
-from patcher.functions.rebinding import Rebinder, lock, rebinder_for
+from patcher.functions.rebinding import Rebinder, lock, rebinders
 from patcher.functions.references import references_of
 from patcher.functions.rules import Hit, Layers
 
@@ -79,8 +79,7 @@ def find_functions(model: nn.Module, layers: Layers) -> Functions:
     Raises:
         PatchConstructionError: a call can't be changed for one model alone.
     """
-    with lock:
-        return _Search(model, rebinder_for(layers)).result()
+    return _Search(model, Rebinder(layers)).result()
 
 
 def swap_functions(model: nn.Module, functions: Functions) -> None:
@@ -89,6 +88,7 @@ def swap_functions(model: nn.Module, functions: Functions) -> None:
     if rebinder is None:
         return
     with lock:
+        rebinders[rebinder.layers] = rebinder
         for _, module in named_modules(model):
             if unrebound(type(module)) is type(module):
                 module.__class__ = rebinder.class_of(type(module))
@@ -121,6 +121,10 @@ class _Search:
         for _, module in named_modules(model):  # by class, also where functions were replaced in a part before
             self.modules.setdefault(unrebound(type(module)), []).append(module)
         self.roots = {cls: rebinder.add(cls) for cls in self.modules}
+        for node in list(self.graph.nodes.values()):  # all at once: what needs which is found out once then
+            self.graph.add(Edge(function) for function, _ in node.shared)
+            for made in node.builds:
+                rebinder.add(made)
         #: id of an original -> what replaces it, and the classes that call it
         self.found: dict[int, tuple[Hit, dict[str, None]]] = {}
         #: the originals that are called; of the others, what the configs have chosen instead
@@ -200,7 +204,11 @@ class _Search:
         for node in self.graph.reached(edges):
             self._check_edges(node.edges, cls, node.value)
             if isinstance(node.value, FunctionType):
-                for name in self.rebinder.written_names(node.value):
+                references, written = (
+                    references_of(node.value.__code__),
+                    self.graph.written[id(node.value.__globals__)],
+                )
+                for name in sorted(written & (references.written | {each.name for each in references.read})):
                     how = f"beside the global {name!r}, which changes while it runs"
                     raise self._refused(Edge(node.value), cls, node.value, how)
 

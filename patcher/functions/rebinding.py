@@ -19,14 +19,13 @@ from typing import Any
 from patcher.compat.modeling_code import REBOUND
 from patcher.construction.gates import own_members, without_stand_ins
 from patcher.errors import PatchConstructionError
-from patcher.functions.graph import Edge, Graph, closure_of, functions_in, is_followed, made_of
-from patcher.functions.references import references_of
-from patcher.functions.rules import FunctionRules, Layers, named_object
+from patcher.functions.graph import Edge, Graph, closure_of, is_followed, made_of
+from patcher.functions.rules import FunctionRules, Layers
 from patcher.layouts.carried import RECIPE, reduce_by_recipe
 
 lock = threading.RLock()
-#: mappings -> what was made for them, as long as a class of it lives
-_rebinders: weakref.WeakValueDictionary[Layers, Rebinder] = weakref.WeakValueDictionary()
+#: mappings -> what was made for them last, as long as a class of it lives
+rebinders: weakref.WeakValueDictionary[Layers, Rebinder] = weakref.WeakValueDictionary()
 
 
 class Rebinder:
@@ -34,32 +33,15 @@ class Rebinder:
 
     def __init__(self, layers: Layers) -> None:
         self.layers = layers
-        self.rules = FunctionRules(map(dict, layers))
-        self.graph = Graph(self.rules)
+        self.graph = Graph(FunctionRules(layers))
         self._functions: dict[int, FunctionType] = {}
         self._classes: dict[type, type] = {}
-        #: class -> the ids of its members with functions in them, as they were
-        self._members: dict[type, dict[str, int]] = {}
-        #: id of a namespace -> it, the ids of what it had, and the copy
-        self._spaces: dict[int, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {}
-        #: id of a namespace -> the names that its functions bind
-        self._written: dict[int, frozenset[str]] = {}
-
-    def is_current(self) -> bool:
-        """Whether the names of the modules are bound to what they were when the copies were made."""
-        return (
-            all(named_object(key) is value for key, value in self.rules.named.items())
-            and all(_ids(space) == seen for space, seen, _ in self._spaces.values())
-            and all(_ids(_with_functions(cls)) == members for cls, members in self._members.items())
-        )
+        #: id of a namespace -> its copy
+        self._spaces: dict[int, dict[str, Any]] = {}
 
     def add(self, cls: type) -> list[Edge]:
         """Look at the functions of a class, and of those that it derives from, and at what these call."""
-        bases = list(filter(is_followed, cls.__mro__))
-        for base in bases:
-            if base not in self._members:
-                self._members[base] = _ids(_with_functions(base))
-        roots = [edge for base in bases for edge in self.graph.members(base)]
+        roots = [edge for base in filter(is_followed, cls.__mro__) for edge in self.graph.members(base)]
         self.graph.add(roots)
         return roots
 
@@ -79,7 +61,9 @@ class Rebinder:
     def _copy_of(self, function: FunctionType) -> FunctionType:
         found = self.graph.nodes[id(function)].edges
         named = {edge.name: edge for edge in found if edge.name and not edge.through and self.graph.changes(edge)}
-        space = self._space(function.__globals__) if named else function.__globals__
+        space = function.__globals__
+        if named:  # what a load in another thread has put there for a while is taken out
+            space = self._spaces.setdefault(id(space), without_stand_ins(space))
         held = closure_of(function)
         changed = {
             name for name, value in held.items() if self.graph.changes(Edge(value, hit=self.graph.hit_of(value)))
@@ -103,24 +87,6 @@ class Rebinder:
 
     def _copies(self, named: Mapping[str, Any]) -> dict[str, Any]:
         return {name: self.copy(value) for name, value in named.items()}
-
-    def _space(self, space: dict[str, Any]) -> dict[str, Any]:
-        """The copy of a namespace. What a load in another thread has put into it for a while is taken out."""
-        if id(space) not in self._spaces:
-            self._spaces[id(space)] = space, _ids(space), without_stand_ins(space)
-        return self._spaces[id(space)][2]
-
-    def written_names(self, function: FunctionType) -> list[str]:
-        """The global names that a function reads and that code of its module binds: a copy would not see it."""
-        space = function.__globals__
-        if id(space) not in self._written:
-            classes = [each for each in space.values() if getattr(each, "__module__", "") == space.get("__name__")]
-            members = [each for cls in classes if isinstance(cls, type) for each in own_members(cls).values()]
-            own = [each for value in (*space.values(), *members) for each in functions_in(value)]
-            codes = [each.__code__ for each in own if each.__globals__ is space]
-            self._written[id(space)] = frozenset(name for code in codes for name in references_of(code).written)
-        found = references_of(function.__code__)
-        return sorted(({each.name for each in found.read} | found.written) & self._written[id(space)])
 
     def class_of(self, cls: type) -> Any:
         """A class whose functions call the replacements: one derived from it, or itself, if it calls none."""
@@ -147,15 +113,6 @@ class Rebinder:
             ) from error
 
 
-def rebinder_for(layers: Layers) -> Rebinder:
-    """What makes the copies for some function mappings: the same as before, if the modules have not changed."""
-    with lock:
-        found = _rebinders.get(layers)
-        if found is None or not found.is_current():
-            found = _rebinders[layers] = Rebinder(layers)
-        return found
-
-
 _MADE_BY = "_patcher_rebound_by"
 
 
@@ -171,17 +128,6 @@ def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:
 def rebound(cls: type, layers: Layers) -> Any:
     """A class whose functions call other functions, as a pickle asks for it."""
     with lock:
-        rebinder = rebinder_for(layers)
+        rebinder = rebinders.setdefault(layers, Rebinder(layers))
         rebinder.add(cls)
         return rebinder.class_of(cls)
-
-
-def _with_functions(cls: type) -> dict[str, Any]:
-    """The members of a class that have functions in them."""
-    return {name: value for name, value in own_members(cls).items() if any(functions_in(value))}
-
-
-def _ids(named: Mapping[str, Any]) -> dict[str, int]:
-    """What names are bound to where no load is under way, but for those that the code of a module doesn't read."""
-    counted = {name: value for name, value in named.items() if name == "__init__" or not name.startswith("__")}
-    return {name: id(value) for name, value in without_stand_ins(counted).items()}

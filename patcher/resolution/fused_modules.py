@@ -12,7 +12,7 @@ from patcher.compat.models import DisableTorchFunction, mark_original_class
 from patcher.construction.class_rules import Match
 from patcher.construction.construction import Construction
 from patcher.construction.gates import cover_new_classes
-from patcher.construction.modules_by_path import arguments_of
+from patcher.construction.modules_by_path import rebuilt
 from patcher.fusions.families import is_our_own
 from patcher.fusions.fused_module import fuse
 from patcher.resolution.resolution import NO_CHANGE, Resolution, resolve_standing
@@ -54,8 +54,7 @@ def rebuild_fused_modules(construction: Construction, model: PreTrainedModel) ->
             fusion = resolution.fusion_plan.by_path[path]
             entry = next(each for each in construction.rules.entries if fusion in each.patcher.fusions)
             match = Match(fusion, cls, entry, type(module), "fusions")
-            args, kwargs = arguments_of(construction, path, module, match)
-            new = fused[id(module)] = construction.build_in_place_of(module, match, args, kwargs)
+            new = fused[id(module)] = rebuilt(construction, path, module, match)
         parent._modules[name] = new
 
 

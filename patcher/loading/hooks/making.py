@@ -72,7 +72,7 @@ def init(stock: Stock, self: PreTrainedModel, config: Any, *args: Any, **kwargs:
 @seam("transformers.modeling_utils:PreTrainedModel.post_init")
 def post_init(stock: Stock, self: PreTrainedModel) -> None:
     # Built by hand as well: it rebinds `torch.nn.init` here, and a load in another thread has rebound `tie_weights`.
-    with construction_lock.held_if_it_comes_free(type(self).__name__):
+    with construction_lock.held_for(type(self).__name__, or_without=True):
         _initialise(stock, self)
 
 
