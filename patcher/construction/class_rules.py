@@ -93,10 +93,6 @@ class ClassRules:
             named += [cls for cls in alike if is_modeling_module(cls.__module__) or self._likes_of(cls)]
         return named
 
-    def may_concern(self, cls: type[nn.Module]) -> bool:
-        """Whether a mapping may name `cls`. What a key of `like` matches is settled where it is built."""
-        return bool(self._likes and may_match(self._likes, [cls])) or self.concerns(cls)
-
     def concerns(self, cls: type[nn.Module]) -> bool:
         """Whether a mapping names `cls`. Two expressions that disagree about it are an error when it is built."""
         try:

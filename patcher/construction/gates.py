@@ -192,31 +192,32 @@ class Cover:
 
     def add_all(self) -> None:
         """Put gates on all classes of modeling code that are named, and on models, and stand-ins for the others."""
-        for model_class in model_classes() if self.models else ():
-            self.add(model_class)
         named = module_subclasses() if self.all_classes else self.rules.classes()
         if not all(is_modeling_module(cls.__module__) for cls in named):
             self._custom = custom_modeling_modules()
-        for cls in named:
-            self.add(cls)
+        for cls in (*named, *(model_classes() if self.models else ())):
+            self._add(cls)
         self._foreign = {cls for cls in named if cls not in self._done and self.rules.concerns(cls)}
         for name, module in list(sys.modules.items()) if self._foreign else ():
             if is_modeling_module(name) and isinstance(module, ModuleType):
-                self.add_names(module)
+                self._add_names(module)
 
-    def add(self, cls: type[nn.Module]) -> None:
-        """Put a gate on a class, if it is one of modeling code that is named."""
-        if cls in self._done:
-            return
-        if not (self.models and issubclass(cls, PreTrainedModel)):
-            if not (is_modeling_module(cls.__module__) or cls.__module__ in self._custom):
-                return
-            if not self.all_classes and not self.rules.may_concern(cls):
-                return
-        self._done[cls] = None
-        self._bind(cls, "__init__", functools.partial(_gate, cls))
+    def add_module(self, module: ModuleType) -> None:
+        """The same for a modeling module that has just been imported."""
+        for cls in filter(_is_module_class, list(vars(module).values())):
+            is_model = self.models and issubclass(cls, PreTrainedModel)
+            if is_model or self.all_classes or self.rules.concerns(cls):
+                self._add(cls)
+        self._add_names(module)
 
-    def add_names(self, module: ModuleType) -> None:
+    def _add(self, cls: type[nn.Module]) -> None:
+        """Put a gate on a class, if it is one of modeling code."""
+        is_ours = cls.__module__ in self._custom or (self.models and issubclass(cls, PreTrainedModel))
+        if cls not in self._done and (is_ours or is_modeling_module(cls.__module__)):
+            self._done[cls] = None
+            self._bind(cls, "__init__", functools.partial(_gate, cls))
+
+    def _add_names(self, module: ModuleType) -> None:
         """Put stand-ins into the namespace of a modeling module, and into its tables."""
         if id(module) in self._done:
             return
@@ -299,9 +300,7 @@ def _cover_module(module: ModuleType) -> None:
     """Put gates on the classes of a modeling module that is first imported while a mapping is in force."""
     with process_lock:
         for cover in Cover.active:
-            for cls in filter(_is_module_class, list(vars(module).values())):
-                cover.add(cls)
-            cover.add_names(module)
+            cover.add_module(module)
 
 
 _watcher = Watcher("modeling code", is_modeling_module, _cover_module)

@@ -13,6 +13,7 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from patcher.construction.lock import process_lock
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
 
@@ -68,31 +69,23 @@ class Outcome:
                     yield problem
 
 
+@dataclass(eq=False)
 class Block:
     """What is in force for a while in the contexts that carry it, and what was found meanwhile in all of them.
 
     Attributes:
         entries: the innermost first.
         only: nothing of what is around it is in force inside.
-        thread: the one that it is private to, in contexts that others have copied as well.
-        construction: what is built inside is a part of it.
+        construction: what is built inside is a part of it, in this thread alone: others may have copied the context.
         ended: it was left; a context that was copied from within may outlive it.
     """
 
-    def __init__(
-        self, entries: tuple[InForce, ...] = (), *, only: bool = False, construction: Construction | None = None
-    ) -> None:
-        self.entries = entries
-        self.only = only
-        self.thread = None if construction is None else threading.get_ident()
-        self.construction = construction
-        self.ended = False
-        self.outcome = Outcome()
-        self._lock = threading.Lock()
-
-    def tell(self, outcome: Outcome) -> None:
-        with self._lock:
-            self.outcome |= outcome
+    entries: tuple[InForce, ...] = ()
+    only: bool = False
+    construction: Construction | None = None
+    thread: int = field(init=False, default_factory=threading.get_ident)
+    ended: bool = field(init=False, default=False)
+    outcome: Outcome = field(init=False, default_factory=Outcome)
 
 
 #: Inside of it nothing is in force that is outside, nor is the process-wide registry.
@@ -116,7 +109,9 @@ def set_registered_patcher(patcher: Patcher) -> None:
 def blocks() -> tuple[Block, ...]:
     """The blocks around this code, the innermost first."""
     here = threading.get_ident()
-    return tuple(block for block in _BLOCKS.get() if not block.ended and block.thread in (None, here))
+    return tuple(
+        block for block in _BLOCKS.get() if not block.ended and (block.construction is None or block.thread == here)
+    )
 
 
 def entered() -> tuple[InForce, ...]:
@@ -165,9 +160,10 @@ def entering(block: Block) -> Iterator[None]:
 
 def tell_blocks(outcome: Outcome) -> None:
     """Tell the blocks around this code what was found in them."""
-    for block in blocks():
-        if block is not _STOCK:
-            block.tell(outcome)
+    with process_lock:
+        for block in blocks():
+            if block is not _STOCK:
+                block.outcome |= outcome
 
 
 def unpatched(call: Callable[[], T]) -> T:

@@ -43,9 +43,8 @@ class MetaInit:
         self.wanting: list[BaseException] = []
         self._moved = moved
         self._count = 0
-        # By identity, and not on the parameters, which may be somebody else's.
-        self._twins: Any = WeakIdKeyDictionary()
-        self._numbers: Any = WeakIdKeyDictionary()
+        #: parameter -> what is registered, and its number; not on the parameters, which may be somebody else's
+        self._known: Any = WeakIdKeyDictionary()
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
@@ -60,31 +59,25 @@ class MetaInit:
 
     def register(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """What is registered in the place of a parameter, None for the parameter itself."""
-        if parameter in self._numbers:
-            return None  # it was registered before, under another name
-        if parameter in self._twins:
-            known: nn.Parameter = self._twins[parameter]
-            return known
-        number = self._count
-        self._count += 1
-        # The device that is put in force is a mode that every look at a tensor would pass through.
-        with DisableTorchFunction() if type(parameter) is nn.Parameter else nullcontext():
-            if parameter.is_meta or number not in self._moved:
-                self._numbers[parameter] = number
-                return None
-            twin = like(parameter, parameter.data.to("meta"))
-        self._numbers[twin] = number
-        self._twins[parameter] = twin
-        return twin
+        if parameter not in self._known:
+            registered, number = parameter, self._count
+            self._count += 1
+            # The device that is put in force is a mode that every look at a tensor would pass through.
+            with DisableTorchFunction() if type(parameter) is nn.Parameter else nullcontext():
+                if not parameter.is_meta and number in self._moved:
+                    registered = like(parameter, parameter.data.to("meta"))
+            self._known[parameter] = self._known[registered] = registered, number
+        registered, _ = self._known[parameter]
+        return None if registered is parameter else registered
 
     def lacks_value(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor, or what a module has in its place, has no value."""
-        return bool(self._twins.get(tensor, tensor).is_meta)
+        return bool(self._known.get(tensor, (tensor,))[0].is_meta)
 
     def numbers(self, module: nn.Module) -> dict[str, int]:
         """The names of the parameters that were registered, and the places in which they were."""
-        named = ((name, self._numbers.get(parameter)) for name, parameter in named_parameters(module))
-        return {name: number for name, number in named if number is not None}
+        found = ((name, self._known.get(parameter)) for name, parameter in named_parameters(module))
+        return {name: known[1] for name, known in found if known is not None}
 
 
 def watch_parameters() -> RemovableHandle:

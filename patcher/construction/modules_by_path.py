@@ -30,64 +30,58 @@ def replace_modules(construction: Construction, model: PreTrainedModel) -> None:
         return
     used: dict[str, frozenset[tuple[InForce, str]]] = {}
     for depth in itertools.count():
-        modules = {path: module for path, module in named_modules(model) if path}
-        at_depth = [path for path in modules if path.count(".") == depth]
-        if not at_depth:
-            break
         paths_of: dict[int, list[str]] = {}
-        for path, module in modules.items():
+        for path, module in named_modules(model):
             paths_of.setdefault(id(module), []).append(path)
-        for path in at_depth:
-            module, paths = modules[path], paths_of[id(modules[path])]
-            around = {each: _used_around(each, used) for each in paths}
-            match = None if path in used else _match(construction, module, path, around)
-            if match is None:
-                continue
-            new = module
-            if type(module) is not match.replacement:  # as it is of a part that was loaded separately
-                new = rebuilt(construction, path, module, match)
-            for each in paths:
-                parent, _, name = each.rpartition(".")
-                model.get_submodule(parent)._modules[name] = new
-                matched = construction.rules.keys_at(each, around[each])
-                used[each] = around[each].union(matched)
-                construction.outcome |= Outcome(frozenset((entry, "module_mapping", key) for entry, key in matched))
+        del paths_of[id(model)]
+        depths = [min(path.count(".") for path in paths) for paths in paths_of.values()]
+        if depth > max(depths, default=-1):
+            break
+        for at, paths in zip(depths, paths_of.values(), strict=True):
+            if at == depth and paths[0] not in used:
+                _replace(construction, model, paths, used)
+
+
+def _replace(
+    construction: Construction, model: nn.Module, paths: list[str], used: dict[str, frozenset[tuple[InForce, str]]]
+) -> None:
+    """Replace the module at some paths, if all of them are named.
+
+    Args:
+        used: the paths that are replaced, and the keys that have done it: they mean nothing inside of that.
+    """
+    rules, module = construction.rules, model.get_submodule(paths[0])
+    around = {path: _used_around(path, used) for path in paths}
+    found = {path: rules.match_path(path, stock_class(module), around[path]) for path in paths}
+    matches = {path: match for path, match in found.items() if match is not None}
+    if not matches:
+        return
+    path, match = next(iter(matches.items()))
+    if other := next((other for other in paths if other not in matches), None):
+        named = match.entry, "module_mapping"
+        problem = partial(_shared, match.key, path, other)
+        construction.outcome |= Outcome(frozenset({(*named, match.key)}), {(*named, ((path, other),)): problem})
+        return
+    for each, its in matches.items():
+        if its.replacement is not match.replacement:
+            raise PatchConflictError(
+                f"module_mapping: {path} and {each} are one module, and {match.key!r} maps it to "
+                f"{match.replacement.__qualname__}, {its.key!r} to {its.replacement.__qualname__}. Map both to "
+                "one class."
+            )
+    if type(module) is not match.replacement:  # as it is of a part that was loaded separately
+        module = rebuilt(construction, path, module, match)
+    for path in paths:
+        parent, _, name = path.rpartition(".")
+        model.get_submodule(parent)._modules[name] = module
+        keys = rules.keys_at(path, around[path])
+        used[path] = around[path].union(keys)
+        construction.outcome |= Outcome(frozenset((entry, "module_mapping", key) for entry, key in keys))
 
 
 def _used_around(path: str, used: dict[str, frozenset[tuple[InForce, str]]]) -> frozenset[tuple[InForce, str]]:
     """The keys that have replaced what is around the module at a path."""
-    segments = path.split(".")
-    outer = (".".join(segments[:length]) for length in range(1, len(segments)))
-    return frozenset().union(*(used.get(each, frozenset()) for each in outer))
-
-
-def _match(
-    construction: Construction, module: nn.Module, path: str, around: dict[str, frozenset[tuple[InForce, str]]]
-) -> Match | None:
-    """What is built in place of a module, if all of its paths are named.
-
-    Args:
-        path: the one that is looked at.
-        around: each of its paths, with the keys that have replaced what is around it.
-    """
-    cls = stock_class(module)
-    matches = {each: construction.rules.match_path(each, cls, used) for each, used in around.items()}
-    match = matches[path]
-    if match is None:
-        return None
-    for each, other in matches.items():
-        if other is None:
-            named = match.entry, "module_mapping"
-            problem = partial(_shared, match.key, path, each)
-            construction.outcome |= Outcome(frozenset({(*named, match.key)}), {(*named, ((path, each),)): problem})
-            return None
-        if other.replacement is not match.replacement:
-            raise PatchConflictError(
-                f"module_mapping: {path} and {each} are one module, and {match.key!r} maps it to "
-                f"{match.replacement.__qualname__}, {other.key!r} to {other.replacement.__qualname__}. Map both to "
-                "one class."
-            )
-    return match
+    return frozenset().union(*(keys for outer, keys in used.items() if path.startswith(f"{outer}.")))
 
 
 def _shared(key: str, path: str, other: str) -> str:

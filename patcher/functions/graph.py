@@ -9,6 +9,7 @@ are not followed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -81,8 +82,6 @@ class Graph:
     def __init__(self, rules: FunctionRules) -> None:
         self.rules = rules
         self.nodes: dict[int, Node] = {}
-        #: id of a namespace -> the names that functions bind in it
-        self.written: dict[int, set[str]] = {}
         self._needing: set[int] | None = None
 
     def add(self, edges: Iterable[Edge]) -> None:
@@ -151,7 +150,13 @@ class Graph:
         """The edges of one class to its own members."""
         skipped = ("__dict__", "__weakref__", "__annotations__", "__init_subclass__", "__class_getitem__")
         members = {name: value for name, value in own_members(cls).items() if name not in skipped}
-        return [self.edge(value, name, name) for name, value in members.items() if not isinstance(value, type)]
+        edges = [self.edge(value, name, name) for name, value in members.items() if not isinstance(value, type)]
+        return [  # anything else than a function wouldn't be given the module
+            edge._replace(through=f"its method {edge.name!r}")
+            if edge.hit is not None and not isinstance(edge.hit.replacement, FunctionType)
+            else edge
+            for edge in edges
+        ]
 
     def hit_of(self, function: Any) -> Hit | None:
         """What replaces a function that is held as an object: not a method, whose name may be the same."""
@@ -168,13 +173,12 @@ class Graph:
     def _look_at_function(self, node: Node) -> None:
         function, references = node.value, references_of(node.value.__code__)
         space = function.__globals__
-        self.written.setdefault(id(space), set()).update(references.written)
         tables, called, handed = list[Any](), set[int](), list[Any]()  # what it hands on: to a table, if it has one
         if is_followed_module(space.get("__name__", "")):
             for reference in references.read:
                 if reference.name in space:
                     value = without_kernel(space[reference.name])
-                    tables += [value] if _is_shared_table(value) else []
+                    tables += [value] if _is_registry(value) else []
                     (called.add(id(value)) if reference.is_called else handed.append(value))
                     self._read(node, value, reference)
             node.kept = {id(value) for value in handed} - called
@@ -190,12 +194,16 @@ class Graph:
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             if not isinstance(value, type):
                 node.edges.append(self.edge(value, "a default"))
-        tables += filter(_is_shared_table, closed_over.values())
+        tables += filter(_is_registry, closed_over.values())
         for each in (*handed, *closed_over.values()) if tables else ():
             if isinstance(each, FunctionType) and id(each) not in called:
                 node.choices[id(each)] = each, tables[0]
+        for name in references.written:
+            through = f"a function that binds the global {name!r}, as its copy would not"
+            node.edges = [edge._replace(through=edge.through or through) for edge in node.edges]
         wrapped = vars(function).get("__wrapped__")
-        if isinstance(wrapped, FunctionType) and all(wrapped not in functions_in(edge.to) for edge in node.edges):
+        held = [part for edge in node.edges for part in (edge.to, *(made_of(edge.to) or ((),))[0])]
+        if isinstance(wrapped, FunctionType) and not any(wrapped is part for part in held):
             node.edges.append(self.edge(wrapped, "its decorator", is_fixed=True))
 
     def _read(self, node: Node, value: Any, reference: Reference) -> None:
@@ -213,21 +221,17 @@ class Graph:
                 self._otherwise(node, inspect.getattr_static(value, attributes[0], None), f"{place}.{attributes[0]}")
         elif place != name:
             self._otherwise(node, value, place)
-        elif _is_shared_table(value):
-            node.shared += [(each, name) for each in registered(value)]
-        elif (table := _table(value)) and _is_shared(name, value):
-            node.shared += [(each, name) for each in table]
+        elif (shared := _shared(name, value)) or _is_registry(value):
+            node.shared += [(each, name) for each in shared]
         else:
             node.edges.append(self.edge(value, name, name))
 
     def _imported(self, node: Node, level: int, module: str, name: str) -> None:
-        package = node.value.__globals__.get("__package__") or ""
-        try:
-            full = importlib.util.resolve_name("." * level + (module or ""), package) if level else module
-        except ImportError:
-            return
-        if full in sys.modules and is_followed_module(full):
-            self._otherwise(node, vars(sys.modules[full]).get(name), f"an import of {full} where it runs")
+        with contextlib.suppress(ImportError):
+            package = node.value.__globals__.get("__package__") or ""
+            full = importlib.util.resolve_name("." * level + (module or ""), package)
+            if full in sys.modules and is_followed_module(full):
+                self._otherwise(node, vars(sys.modules[full]).get(name), f"an import of {full} where it runs")
 
     def _otherwise(self, node: Node, value: Any, place: str) -> None:
         """A value that isn't reached by a global name: one of a library is named by its module and name alone."""
@@ -244,7 +248,7 @@ def made_of(value: Any) -> tuple[tuple[Any, ...], Callable[..., Any]] | None:
     if isinstance(value, FunctionType | type):
         return None
     if (function := without_kernel(value)) is not value:  # its copy has none: it isn't the function that one is for
-        parts, make = (function,), _the_same
+        parts, make = (function,), lambda each: each
     elif isinstance(value, staticmethod | classmethod):
         parts, make = (value.__func__,), type(value)
     elif isinstance(value, property):
@@ -252,30 +256,13 @@ def made_of(value: Any) -> tuple[tuple[Any, ...], Callable[..., Any]] | None:
     elif isinstance(value, functools.cached_property):
         parts, make = (value.func,), type(value)
     elif isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
-        parts, make = (value.__func__,), functools.partial(_method, value.__self__)
+        parts, make = (value.__func__,), lambda each: MethodType(each, value.__self__)
     elif hasattr(value, "cache_parameters"):
         parts, make = (value.__wrapped__,), functools.lru_cache(**value.cache_parameters())
     else:
         return None
     is_made = all(each is None or isinstance(each, FunctionType) or made_of(each) is not None for each in parts)
     return (parts, make) if is_made else None
-
-
-def functions_in(value: Any) -> Iterator[FunctionType]:
-    """The functions that a value is made of."""
-    if isinstance(value, FunctionType):
-        yield value
-    elif (made := made_of(value)) is not None:
-        for part in made[0]:
-            yield from functions_in(part)
-
-
-def _the_same(function: Any) -> Any:
-    return function
-
-
-def _method(module: nn.Module, function: Any) -> MethodType:
-    return MethodType(function, module)
 
 
 def _held_by(value: Any) -> list[Any]:
@@ -321,21 +308,17 @@ def _is_of_all_models(module: str) -> bool:
     return is_modeling_module(module) and not is_architecture_module(module)
 
 
-def _is_shared_table(value: Any) -> bool:
+def _is_registry(value: Any) -> bool:
     """Whether a value is a registry of transformers, of a kind of its own: `ALL_ATTENTION_FUNCTIONS`."""
     return isinstance(value, Mapping) and type(value) is not dict and _is_of_all_models(type(value).__module__)
 
 
-def _table(value: Any) -> list[Any]:
-    """The functions in a table of them."""
+def _shared(name: str, value: Any) -> list[Any]:
+    """The functions in a table that all models share: transformers has it outside of the files of its models."""
+    if _is_registry(value):
+        return registered(value)
     listed = value.values() if type(value) is dict else value if isinstance(value, list | tuple | set) else ()
-    return [each for each in listed if isinstance(each, FunctionType)]
-
-
-def _is_shared(name: str, value: Any) -> bool:
-    """Whether a table is shared by all models: transformers has it outside of the files of its models."""
-    return any(
-        _is_of_all_models(home)
-        for home, module in list(sys.modules.items())
-        if getattr(module, "__dict__", {}).get(name) is value
-    )
+    functions = [each for each in listed if isinstance(each, FunctionType)]
+    modules = list(sys.modules.items()) if functions else []
+    homes = (home for home, module in modules if getattr(module, "__dict__", {}).get(name) is value)
+    return functions if any(map(_is_of_all_models, homes)) else []

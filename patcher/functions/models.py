@@ -132,11 +132,13 @@ class _Search:
         self.chosen: dict[int, tuple[str, str, str]] = {}
 
     def result(self) -> Functions:
-        for cls, roots in self.roots.items():
-            self._search_class(cls, roots)
         for cls, modules in self.modules.items():
+            self._follow(cls, self.roots[cls], modules)
+            self._check_running(cls, [edge for edge in self.roots[cls] if edge.name != "__init__"])
             for module in modules:
-                self._search_attributes(cls, module)
+                edges = [self.graph.edge(value, f"its attribute {name!r}") for name, value in attributes(module)]
+                self.graph.add(edges)
+                self._follow(cls, edges, [module])
         nodes = {cls: list(self.graph.reached(roots, all_of_them=True)) for cls, roots in self.roots.items()}
         for cls, reached in nodes.items():
             self._check_shared(cls, reached)
@@ -144,14 +146,14 @@ class _Search:
             self._check_init(cls, [edge for edge in roots if edge.name == "__init__"])
         unique = {id(node): node for reached in nodes.values() for node in reached}.values()
         own = [node for node in unique if is_architecture_module(getattr(node.value, "__module__", None) or "")]
-        edges = (edge for node in own for edge in node.edges)
+        named = (edge for node in own for edge in node.edges)
         return Functions(
             replaced=tuple(
                 ReplacedFunction(hit.original, hit.replacement, hit.keys, tuple(sorted(callers)))
                 for key, (hit, callers) in self.found.items()
                 if key in self.called
             ),
-            known=frozenset(edge.name for edge in edges if callable(edge.to) and not isinstance(edge.to, type)) - {""},
+            known=frozenset(edge.name for edge in named if callable(edge.to) and not isinstance(edge.to, type)) - {""},
             hints={name: hint for name, hint in self._hints(own) if name},
             rebinder=self.rebinder,
         )
@@ -177,40 +179,23 @@ class _Search:
                     hint += f"; or {_UNDER_A_NAME}"
                 yield name, hint
 
-    def _search_class(self, cls: type[nn.Module], roots: list[Edge]) -> None:
-        for edge in roots:
-            if edge.hit is not None and not isinstance(edge.hit.replacement, FunctionType):
-                raise self._refused(edge, cls, cls, f"as its method {edge.name!r}")
-        self._follow(cls, roots, self.modules[cls])
-        running = [edge for edge in roots if edge.name != "__init__"]
+    def _follow(self, cls: type[nn.Module], edges: list[Edge], modules: list[nn.Module]) -> None:
+        """Note what some edges of a class lead to, and raise for what can't be changed."""
+        self._check_edges(edges, cls, cls)
+        self.called |= {id(edge.hit.original) for edge in edges if edge.hit is not None}
+        for node in self.graph.reached(edges):
+            self._check_edges(node.edges, cls, node.value)
+        unused = functools.partial(self._unused, modules)
+        for node in self.graph.reached(edges, unused=unused):
+            self.called |= {id(hit.original) for hit in node.hits} - unused(node).keys()
+
+    def _check_running(self, cls: type[nn.Module], running: list[Edge]) -> None:
+        """Raise for modules that are made while others run: nobody sees to what they call."""
         for node in self.graph.reached(running, all_of_them=True):
             for made in node.builds - self.roots.keys():
                 for edge in filter(self.graph.changes, self.rebinder.add(made)):
                     how = f"through a {made.__name__} that it makes each time it runs"
                     raise self._refused(edge, cls, node.value, how)
-
-    def _search_attributes(self, cls: type[nn.Module], module: nn.Module) -> None:
-        edges = [self.graph.edge(value, f"its attribute {name!r}") for name, value in attributes(module)]
-        self.graph.add(edges)
-        self._follow(cls, edges, [module])
-
-    def _follow(self, cls: type[nn.Module], edges: list[Edge], modules: list[nn.Module]) -> None:
-        """Note what some edges of a class lead to, and raise for what can't be changed."""
-        self._check_edges(edges, cls, cls)
-        unused = functools.partial(self._unused, modules)
-        self.called |= {id(edge.hit.original) for edge in edges if edge.hit is not None}
-        for node in self.graph.reached(edges, unused=unused):
-            self.called |= {id(hit.original) for hit in node.hits} - unused(node).keys()
-        for node in self.graph.reached(edges):
-            self._check_edges(node.edges, cls, node.value)
-            if isinstance(node.value, FunctionType):
-                references, written = (
-                    references_of(node.value.__code__),
-                    self.graph.written[id(node.value.__globals__)],
-                )
-                for name in sorted(written & (references.written | {each.name for each in references.read})):
-                    how = f"beside the global {name!r}, which changes while it runs"
-                    raise self._refused(Edge(node.value), cls, node.value, how)
 
     def _check_edges(self, edges: Iterable[Edge], cls: type[nn.Module], where: Any) -> None:
         """Note what a class calls, itself or in what it calls, and raise for what can't be changed."""
@@ -236,12 +221,10 @@ class _Search:
     def _check_init(self, cls: type[nn.Module], init: list[Edge]) -> None:
         """Raise for a function that an `__init__` calls: it has run before functions are replaced."""
         reached = self.graph.reached(init, unused=lambda node: node.kept)
-        hits = {hit.keys[0][1] for node in reached for hit in node.hits if id(hit.original) not in node.kept}
+        hits = [hit for node in reached for hit in node.hits if id(hit.original) not in node.kept]
         if hits:
-            raise PatchConstructionError(
-                f"function_mapping: {', '.join(map(repr, sorted(hits)))} can't be replaced for "
-                f"{type(self.model).__name__} alone: {cls.__name__}.__init__ calls it, and has run before functions "
-                f"are replaced. Replace {cls.__name__} as a whole instead, with class_mapping."
+            raise self._error(
+                cls, hits, f"{cls.__name__}.__init__ calls it, and has run before functions are replaced"
             )
 
     def _unused(self, modules: list[nn.Module], node: Node) -> dict[int, Any]:
@@ -255,15 +238,20 @@ class _Search:
 
     def _refused(self, edge: Edge, cls: type, where: Any, how: str) -> PatchConstructionError:
         """The error for a function that something refers to in a way that can't be changed for one model."""
-        hits = (
-            [edge.hit] if edge.hit is not None else [hit for node in self.graph.reached([edge]) for hit in node.hits]
-        )
-        what = ", ".join(sorted({repr(hit.keys[0][1]) for hit in hits}))
+        hits = [hit for node in self.graph.reached([edge]) for hit in node.hits]
         line = f":{where.__code__.co_firstlineno}" if isinstance(where, FunctionType) else ""
+        return self._error(
+            cls,
+            hits if edge.hit is None else [edge.hit],
+            f"{where.__qualname__} ({where.__module__}{line}) gets at it {how}, not by a plain call of a global name, "
+            "and that would go on calling the original",
+        )
+
+    def _error(self, cls: type, hits: Iterable[Hit], reason: str) -> PatchConstructionError:
+        what = ", ".join(sorted({repr(hit.keys[0][1]) for hit in hits}))
         return PatchConstructionError(
-            f"function_mapping: {what} can't be replaced for {type(self.model).__name__} alone: {where.__qualname__} "
-            f"({where.__module__}{line}) gets at it {how}, not by a plain call of a global name, and that "
-            f"would go on calling the original. Replace {cls.__name__} as a whole instead, with class_mapping."
+            f"function_mapping: {what} can't be replaced for {type(self.model).__name__} alone: {reason}. "
+            f"Replace {cls.__name__} as a whole instead, with class_mapping."
         )
 
 

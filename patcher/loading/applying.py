@@ -70,7 +70,7 @@ _OF_A_LOAD = ("read", "routes", "dropped", "new_weights", "dropped_weights")
 def applied(patcher: Patcher, *, origin: str = "applied()") -> Iterator[Patcher]:
     """See `Patcher.applied`."""
     block = Block((InForce(patcher, origin),))
-    block.tell(found_in_modules(Construction(ClassRules(block.entries))))  # as long as nothing is built
+    block.outcome = found_in_modules(Construction(ClassRules(block.entries)))  # as long as nothing is built
     check_pins(patcher)
     with in_force(block, ClassRules((*block.entries, *entered())), models=True):
         yield patcher

@@ -46,7 +46,7 @@ REFUSED = {
     "NotThroughAnObject": "through wrapped, a Wrapper",
     "NotInAHiddenClosure": "through its variable 'held', a list",
     "NotAPartialMethod": "through forward, a partialmethod",
-    "NotWithAGlobal": "beside the global 'counted', which changes while it runs",
+    "NotWithAGlobal": "through a function that binds the global 'counted', as its copy would not",
     "NotAClosureThatChanges": "through its variable 'function', which changes",
 }
 
