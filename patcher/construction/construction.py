@@ -24,7 +24,7 @@ from patcher.compat.modeling_code import is_modeling_module
 from patcher.compat.models import inherit_loading_attributes, mark_original_class, renamed_parameters
 from patcher.construction.class_rules import ClassRules, Match
 from patcher.construction.in_force import Block, Outcome, construction_around, entered, entering, tell_blocks
-from patcher.construction.meta_init import MetaInit, check_values, without_value
+from patcher.construction.meta_init import MetaInit, without_value
 from patcher.errors import PatchConstructionError, PatcherError
 
 
@@ -74,9 +74,8 @@ class Construction:
     resolution: Any = field(init=False, default=None)
     #: the functions that are replaced in the model
     functions: Any = field(init=False, default=None)
-    #: whether constructed modules may be built again: then the constructor arguments of all of them are kept
-    keeps_arguments: bool = field(init=False, default=False)
-    arguments: dict[int, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = field(init=False, default_factory=dict)
+    #: the constructor arguments of all modules, where constructed ones may be built again
+    arguments: dict[int, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] | None = field(init=False, default=None)
     #: what is left to do when the model, whose `__init__` may go on after `post_init`, is built by hand
     at_end: Callable[[], None] | None = field(init=False, default=None)
     #: where the parameters of the replacement go that is built now
@@ -94,7 +93,7 @@ class Construction:
         Args:
             module: the bare object of `cls`, if there is one yet.
         """
-        if module is not None and self.keeps_arguments:
+        if module is not None and self.arguments is not None:
             self.arguments[id(module)] = (module, args, kwargs)
         # Inside of a replacement's own code a class is what its name says: only what modeling code builds there is
         # replaced. Otherwise a replacement could not wrap an object of the class that it replaces.
@@ -143,7 +142,7 @@ class Construction:
         numbers: Mapping[str, int] = {}
         if self._construct(meta_init, module, match, args, kwargs):
             if meta_init.to_meta and not self.is_skeleton:
-                check_values(module, meta_init)
+                meta_init.check_values(module)
             numbers = meta_init.numbers(module)  # now, for a quantizer may put others in their places
         mark_original_class(module, original)  # again: `__init__` may have started from an empty `__dict__`
         if match.field == "class_mapping":  # others say themselves what they have matched

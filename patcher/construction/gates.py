@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -35,31 +35,17 @@ from patcher.source.importing import Watcher
 _STANDS_FOR = "_patcher_stands_for"
 
 
-class Binding:
-    """A place that holds something else as long as it is needed there: whoever needs it shares it.
+class Bound(NamedTuple):
+    """A place, in a class, a namespace or a table, that holds something else as long as a cover needs it there."""
 
-    Args:
-        container: a class, a namespace, or a table.
-        after: makes of what is there what is to be there.
-    """
+    container: Any
+    key: Any
+    before: Any
+    after: Any
 
-    made: ClassVar[dict[tuple[int, Any], Binding]] = {}
 
-    def __init__(self, container: Any, key: Any, after: Callable[[Any], Any]) -> None:
-        self.container, self.key = container, key
-        self.users = 0
-        self.before = _entry(container, key)
-        self.after = after(self.before)
-        _put(container, key, self.after)
-
-    def release(self) -> None:
-        self.users -= 1
-        if self.users == 0:
-            del self.made[id(self.container), self.key]
-            # Somebody who has put something else there meanwhile keeps it; what they wrapped goes on passing through.
-            if _entry(self.container, self.key) is self.after:
-                _put(self.container, self.key, self.before)
-
+#: the places, by the id of the container and the key; covers share them
+bound: dict[tuple[int, Any], Bound] = {}
 
 # A table may be a dict of a kind of its own: one builds an object for each entry that is looked at (`ACT2FN`), others
 # import a modeling file for it. How such a class reads and writes doesn't matter.
@@ -103,11 +89,11 @@ def _gate(cls: type[nn.Module], before: Any) -> Any:
 def own_members(cls: type) -> dict[str, Any]:
     """The members of a class itself, without a gate that it has for a while."""
     with process_lock:
-        members, binding = dict(vars(cls)), Binding.made.get((id(cls), "__init__"))
-        if binding is not None and members.get("__init__") is binding.after:
+        members, gate = dict(vars(cls)), bound.get((id(cls), "__init__"))
+        if gate is not None and members.get("__init__") is gate.after:
             del members["__init__"]
-            if binding.before is not None:
-                members["__init__"] = binding.before
+            if gate.before is not None:
+                members["__init__"] = gate.before
     return members
 
 
@@ -178,9 +164,9 @@ class Cover:
         self.rules = rules
         self.models = models
         self.all_classes = False
-        #: classes with a gate, and the ids of modules that were looked into for stand-ins
-        self._done: dict[Any, None] = {}
-        self._bindings: list[Binding] = []
+        self._places: set[tuple[int, Any]] = set()
+        #: the ids of modules that were looked into for stand-ins
+        self._seen: set[int] = set()
         self._custom: set[str] = set()
         #: classes that are named and can't have a gate
         self._foreign: set[type[nn.Module]] = set()
@@ -197,7 +183,8 @@ class Cover:
             self._custom = custom_modeling_modules()
         for cls in (*named, *(model_classes() if self.models else ())):
             self._add(cls)
-        self._foreign = {cls for cls in named if cls not in self._done and self.rules.concerns(cls)}
+        ungated = [cls for cls in named if (id(cls), "__init__") not in self._places]
+        self._foreign = set(filter(self.rules.concerns, ungated))
         for name, module in list(sys.modules.items()) if self._foreign else ():
             if is_modeling_module(name) and isinstance(module, ModuleType):
                 self._add_names(module)
@@ -213,15 +200,14 @@ class Cover:
     def _add(self, cls: type[nn.Module]) -> None:
         """Put a gate on a class, if it is one of modeling code."""
         is_ours = cls.__module__ in self._custom or (self.models and issubclass(cls, PreTrainedModel))
-        if cls not in self._done and (is_ours or is_modeling_module(cls.__module__)):
-            self._done[cls] = None
+        if is_ours or is_modeling_module(cls.__module__):
             self._bind(cls, "__init__", functools.partial(_gate, cls))
 
     def _add_names(self, module: ModuleType) -> None:
         """Put stand-ins into the namespace of a modeling module, and into its tables."""
-        if id(module) in self._done:
+        if id(module) in self._seen:
             return
-        self._done[id(module)] = None
+        self._seen.add(id(module))
         namespace = vars(module)
         for name, value in list(namespace.items()):
             if self._holds_foreign(value):
@@ -237,14 +223,16 @@ class Cover:
         return any(isinstance(each, type) and _unwrapped(each) in self._foreign for each in listed)
 
     def _bind(self, container: Any, key: Any, after: Callable[[Any], Any]) -> None:
+        """Put into a place what is made of what is there."""
+        place = id(container), key
         with process_lock:
-            if self not in Cover.active:
-                return  # the block was left meanwhile, by another thread than the one that imports
-            place = id(container), key
-            if place not in Binding.made:
-                Binding.made[place] = Binding(container, key, after)
-            Binding.made[place].users += 1
-            self._bindings.append(Binding.made[place])
+            # Otherwise the block was left meanwhile, by another thread than the one that imports.
+            if place not in self._places and self in Cover.active:
+                self._places.add(place)
+                if place not in bound:
+                    before = _entry(container, key)
+                    bound[place] = Bound(container, key, before, after(before))
+                    _put(container, key, bound[place].after)
 
     def remove_all(self) -> None:
         with process_lock:
@@ -252,8 +240,11 @@ class Cover:
             if not Cover.active:
                 _watcher.end()
                 Cover.hook.remove()
-            while self._bindings:
-                self._bindings.pop().release()
+            for place in self._places.difference(*(other._places for other in Cover.active)):
+                container, key, before, after = bound.pop(place)
+                # Somebody who has put something else there keeps it; what they wrapped goes on passing through.
+                if _entry(container, key) is after:
+                    _put(container, key, before)
 
 
 @contextmanager

@@ -135,11 +135,9 @@ def in_force_for(patcher: Any) -> tuple[tuple[InForce, ...], tuple[InForce, ...]
     Raises:
         InvalidPatcherError: `patcher` isn't a Patcher.
     """
-    own: tuple[InForce, ...] = ()
-    if patcher is not None:
-        if not isinstance(patcher, Patcher):
-            raise not_a_patcher("patcher={}", patcher)
-        own = (InForce(patcher, "patcher="),)
+    if not isinstance(patcher, Patcher | None):
+        raise not_a_patcher("patcher={}", patcher)
+    own = () if patcher is None else (InForce(patcher, "patcher="),)
     entries = (*own, *entered())
     if _registered.class_mapping and _STOCK not in blocks() and not any(entry.is_registry for entry in entries):
         entries = (*entries, InForce(_registered, REGISTRY))

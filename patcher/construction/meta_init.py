@@ -26,103 +26,6 @@ from patcher.construction.in_force import construction_around
 from patcher.errors import PatchConstructionError
 
 
-class MetaInit:
-    """Where the parameters of a replacement go while it is built: to meta, if the model is built there.
-
-    They are numbered in the order in which they are registered. Another parameter is registered in the place of each,
-    for the one that `__init__` has made may be somebody else's as well.
-
-    Args:
-        to_meta: whether the model is built on meta; where it is now, it is.
-        moved: the numbers of those that are moved, by default all.
-    """
-
-    def __init__(self, *, to_meta: bool = False, moved: Container[int] = range(sys.maxsize)) -> None:
-        self.to_meta = to_meta
-        #: what torch raised for want of a value
-        self.wanting: list[BaseException] = []
-        self._moved = moved
-        self._count = 0
-        #: parameter -> what is registered, and its number; not on the parameters, which may be somebody else's
-        self._known: Any = WeakIdKeyDictionary()
-
-    @contextmanager
-    def in_force(self) -> Iterator[None]:
-        """See to it that what has no value is on meta inside the block, and nothing else."""
-        # On the stock path everything is built under `torch.device("meta")`: there buffers must be made real.
-        self.to_meta = self.to_meta or torch.empty(0).device.type == "meta"
-        with ExitStack() as stack:
-            if self.to_meta:
-                stack.enter_context(torch.device("cpu"))
-                stack.enter_context(_Mixing(self.wanting))
-            yield
-
-    def register(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """What is registered in the place of a parameter, None for the parameter itself."""
-        if parameter not in self._known:
-            registered, number = parameter, self._count
-            self._count += 1
-            # The device that is put in force is a mode that every look at a tensor would pass through.
-            with DisableTorchFunction() if type(parameter) is nn.Parameter else nullcontext():
-                if not parameter.is_meta and number in self._moved:
-                    registered = like(parameter, parameter.data.to("meta"))
-            self._known[parameter] = self._known[registered] = registered, number
-        registered, _ = self._known[parameter]
-        return None if registered is parameter else registered
-
-    def lacks_value(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor, or what a module has in its place, has no value."""
-        return bool(self._known.get(tensor, (tensor,))[0].is_meta)
-
-    def numbers(self, module: nn.Module) -> dict[str, int]:
-        """The names of the parameters that were registered, and the places in which they were."""
-        found = ((name, self._known.get(parameter)) for name, parameter in named_parameters(module))
-        return {name: known[1] for name, known in found if known is not None}
-
-
-def watch_parameters() -> RemovableHandle:
-    """Put torch's registration hook in place; for threads that build no replacement it does nothing."""
-    return register_module_parameter_registration_hook(_on_registration)  # type: ignore[arg-type]
-
-
-def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-    construction = construction_around()
-    meta_init = None if construction is None or parameter is None else construction.meta_init
-    return meta_init.register(parameter) if meta_init is not None and meta_init.to_meta else None
-
-
-def without_value(replacement: type[nn.Module], what: str) -> PatchConstructionError:
-    """The error for what an `__init__` needs the value of a parameter for."""
-    return PatchConstructionError(
-        f"{replacement.__qualname__}.__init__ derives {what} from a parameter. While a model is loaded, or only its "
-        "names and shapes are wanted, parameters are on the meta device, without values: compute it in forward. What "
-        "depends on a shape alone is made from that: torch.zeros(weight.shape), not torch.zeros_like(weight)."
-    )
-
-
-def check_values(module: nn.Module, meta_init: MetaInit) -> None:
-    """Raise for what a replacement that was built on meta has computed from a parameter.
-
-    Of modules of transformers and torch that it builds, transformers and torch fill in what they compute.
-
-    Raises:
-        PatchConstructionError: a buffer, or a tensor in a plain attribute, has no value.
-    """
-    own = {id(part) for part in module.modules()}
-    for part in module.modules():
-        cls = type(part)
-        if is_modeling_module(cls.__module__) or cls.__module__.startswith("torch."):
-            continue
-        for name, buffer in part._buffers.items():
-            if buffer is not None and buffer.device.type == "meta":
-                raise without_value(cls, f"the buffer {name!r}")
-        for name, value in attributes(part):
-            if name.startswith("_flat_weight"):  # of `nn.RNNBase`, which sees to it when a weight is set
-                continue
-            if any(meta_init.lacks_value(tensor) for tensor in tensors_in(value, lambda each: id(each) in own)):
-                raise without_value(cls, f"the attribute {name!r}")
-
-
 class NoValues(TorchFunctionMode):
     """Leaves out the initialisation of tensors on the meta device, which have no values.
 
@@ -150,15 +53,80 @@ class NoValues(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Mixing(NoValues):
-    """Sees what torch raises for want of a value, and refuses what it computes without one.
+class MetaInit(NoValues):
+    """Where the parameters of a replacement go while it is built: to meta, if the model is built there.
 
-    A product of a real matrix with one on meta is uninitialised memory; what is added to a real tensor is left out.
+    They are numbered in the order in which they are registered. Another parameter is registered in the place of each,
+    for the one that `__init__` has made may be somebody else's as well.
+
+    As a mode it refuses what torch computes without a value: a product of a real matrix with one on meta is
+    uninitialised memory, and what is added to a real tensor is left out.
+
+    Args:
+        to_meta: whether the model is built on meta; where it is now, it is.
+        moved: the numbers of those that are moved, by default all.
     """
 
-    def __init__(self, wanting: list[BaseException]) -> None:
+    def __init__(self, *, to_meta: bool = False, moved: Container[int] = range(sys.maxsize)) -> None:
         super().__init__()
-        self._wanting = wanting
+        self.to_meta = to_meta
+        #: what torch raised for want of a value
+        self.wanting: list[BaseException] = []
+        self._moved = moved
+        self._count = 0
+        #: parameter -> what is registered, and its number; not on the parameters, which may be somebody else's
+        self._known: Any = WeakIdKeyDictionary()
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """See to it that what has no value is on meta inside the block, and nothing else."""
+        # On the stock path everything is built under `torch.device("meta")`: there buffers must be made real.
+        self.to_meta = self.to_meta or torch.empty(0).device.type == "meta"
+        with ExitStack() as stack:
+            for mode in (torch.device("cpu"), self) if self.to_meta else ():
+                stack.enter_context(mode)
+            yield
+
+    def register(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """What is registered in the place of a parameter, None for the parameter itself."""
+        if parameter not in self._known:
+            registered, number = parameter, self._count
+            self._count += 1
+            # The device that is put in force is a mode that every look at a tensor would pass through.
+            with DisableTorchFunction() if type(parameter) is nn.Parameter else nullcontext():
+                if not parameter.is_meta and number in self._moved:
+                    registered = like(parameter, parameter.data.to("meta"))
+            self._known[parameter] = self._known[registered] = registered, number
+        registered, _ = self._known[parameter]
+        return None if registered is parameter else registered
+
+    def numbers(self, module: nn.Module) -> dict[str, int]:
+        """The names of the parameters that were registered, and the places in which they were."""
+        found = ((name, self._known.get(parameter)) for name, parameter in named_parameters(module))
+        return {name: known[1] for name, known in found if known is not None}
+
+    def check_values(self, module: nn.Module) -> None:
+        """Raise for what a replacement that was built on meta has computed from a parameter.
+
+        Of modules of transformers and torch that it builds, transformers and torch fill in what they compute.
+
+        Raises:
+            PatchConstructionError: a buffer, or a tensor in a plain attribute, has no value.
+        """
+        own = {id(part) for part in module.modules()}
+        for part in module.modules():
+            cls = type(part)
+            if is_modeling_module(cls.__module__) or cls.__module__.startswith("torch."):
+                continue
+            for name, buffer in part._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    raise without_value(cls, f"the buffer {name!r}")
+            for name, value in attributes(part):
+                if name.startswith("_flat_weight"):  # of `nn.RNNBase`, which sees to it when a weight is set
+                    continue
+                tensors = tensors_in(value, lambda each: id(each) in own)
+                if any(self._known.get(tensor, (tensor,))[0].is_meta for tensor in tensors):
+                    raise without_value(cls, f"the attribute {name!r}")
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         with DisableTorchFunction():
@@ -172,9 +140,29 @@ class _Mixing(NoValues):
                 if any(not tensor.is_meta for tensor in _tensors((result, *written))):
                     raise RuntimeError(f"{func.__name__} of real tensors and of tensors on the meta device")
         except Exception as error:
-            self._wanting.append(error)
+            self.wanting.append(error)
             raise
         return result
+
+
+def watch_parameters() -> RemovableHandle:
+    """Put torch's registration hook in place; for threads that build no replacement it does nothing."""
+    return register_module_parameter_registration_hook(_on_registration)  # type: ignore[arg-type]
+
+
+def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    construction = construction_around()
+    meta_init = None if construction is None or parameter is None else construction.meta_init
+    return meta_init.register(parameter) if meta_init is not None and meta_init.to_meta else None
+
+
+def without_value(replacement: type[nn.Module], what: str) -> PatchConstructionError:
+    """The error for what an `__init__` needs the value of a parameter for."""
+    return PatchConstructionError(
+        f"{replacement.__qualname__}.__init__ derives {what} from a parameter. While a model is loaded, or only its "
+        "names and shapes are wanted, parameters are on the meta device, without values: compute it in forward. What "
+        "depends on a shape alone is made from that: torch.zeros(weight.shape), not torch.zeros_like(weight)."
+    )
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

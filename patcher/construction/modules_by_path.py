@@ -98,8 +98,8 @@ def rebuilt(construction: Construction, path: str, module: nn.Module, match: Mat
         PatchConstructionError: it can't be built, or the arguments can't be known.
     """
     cls = stock_class(module)
-    if id(module) in construction.arguments:
-        _, args, kwargs = construction.arguments[id(module)]
+    if found := (construction.arguments or {}).get(id(module)):
+        _, args, kwargs = found
     elif cls.__module__.startswith("torch."):
         args, kwargs = _attributes(path, module, match)
     else:

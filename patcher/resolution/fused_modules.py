@@ -22,7 +22,7 @@ def keep_arguments(construction: Construction) -> None:
     """Have constructor arguments kept, if modules may be built again: of families that aren't ours it isn't known."""
     patchers = [entry.patcher for entry in construction.rules.entries]
     if any(each.module_mapping or not all(map(is_our_own, each.fusions)) for each in patchers):
-        construction.keeps_arguments = True
+        construction.arguments = {}
         cover_new_classes(construction.rules)
 
 
@@ -36,7 +36,7 @@ def resolve_fusions(construction: Construction, model: PreTrainedModel) -> None:
 
 def rebuild_fused_modules(construction: Construction, model: PreTrainedModel) -> None:
     """Put modules of the fused classes in place of those that were built, before the model looks at its parts."""
-    if not construction.keeps_arguments:
+    if construction.arguments is None:
         return
     resolve_fusions(construction, model)
     resolution: Resolution = construction.resolution or NO_CHANGE
