@@ -77,7 +77,7 @@ class Construction:
     #: the constructor arguments of all modules, where constructed ones may be built again
     arguments: dict[int, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] | None = field(init=False, default=None)
     #: what is left to do when the model, whose `__init__` may go on after `post_init`, is built by hand
-    at_end: Callable[[], None] | None = field(init=False, default=None)
+    at_end: list[Callable[[], None]] = field(init=False, default_factory=list)
     #: where the parameters of the replacement go that is built now
     meta_init: MetaInit | None = field(init=False, default=None)
     _building: list[nn.Module] = field(init=False, default_factory=list)
@@ -109,11 +109,6 @@ class Construction:
         module = cls.__new__(cls) if module is None else module
         self.build(module, match, args, kwargs)
         return module
-
-    def end(self) -> None:
-        """Do what is left to do."""
-        if self.at_end is not None:
-            self.at_end()
 
     def _note(self, match: Match) -> None:
         """Remember which keys have had an effect."""
@@ -196,7 +191,8 @@ def construction_here() -> Iterator[Construction | None]:
         construction = Construction(ClassRules(entries), by_hand=True)
         with entering(Block(construction=construction)):
             yield construction
-            construction.end()
+            for finish in construction.at_end:
+                finish()
         tell_blocks(construction.outcome)
     else:
         yield construction

@@ -273,7 +273,8 @@ def building(construction: Construction) -> Iterator[None]:
     rules = construction.rules
     with in_force(Block(rules.entries, only=True, construction=construction), rules):
         yield
-        construction.end()
+        for finish in construction.at_end:
+            finish()
 
 
 def cover_new_classes(rules: ClassRules | None = None) -> None:

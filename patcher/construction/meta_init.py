@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Container, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -82,10 +82,15 @@ class MetaInit(NoValues):
         """See to it that what has no value is on meta inside the block, and nothing else."""
         # On the stock path everything is built under `torch.device("meta")`: there buffers must be made real.
         self.to_meta = self.to_meta or torch.empty(0).device.type == "meta"
-        with ExitStack() as stack:
-            for mode in (torch.device("cpu"), self) if self.to_meta else ():
-                stack.enter_context(mode)
+        if not self.to_meta:
             yield
+            return
+        _active.add(self)
+        try:
+            with torch.device("cpu"), self:
+                yield
+        finally:
+            _active.discard(self)
 
     def register(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """What is registered in the place of a parameter, None for the parameter itself."""
@@ -145,15 +150,20 @@ class MetaInit(NoValues):
         return result
 
 
+#: Those in force, in whatever thread: mostly none, and then the hook has nothing to look up.
+_active: set[MetaInit] = set()
+
+
 def watch_parameters() -> RemovableHandle:
     """Put torch's registration hook in place; for threads that build no replacement it does nothing."""
     return register_module_parameter_registration_hook(_on_registration)  # type: ignore[arg-type]
 
 
 def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-    construction = construction_around()
-    meta_init = None if construction is None or parameter is None else construction.meta_init
-    return meta_init.register(parameter) if meta_init is not None and meta_init.to_meta else None
+    construction = construction_around() if _active and parameter is not None else None
+    if construction is None or construction.meta_init not in _active:
+        return None
+    return construction.meta_init.register(parameter)
 
 
 def without_value(replacement: type[nn.Module], what: str) -> PatchConstructionError:

@@ -150,13 +150,7 @@ class Graph:
         """The edges of one class to its own members."""
         skipped = ("__dict__", "__weakref__", "__annotations__", "__init_subclass__", "__class_getitem__")
         members = {name: value for name, value in own_members(cls).items() if name not in skipped}
-        edges = [self.edge(value, name, name) for name, value in members.items() if not isinstance(value, type)]
-        return [  # anything else than a function wouldn't be given the module
-            edge._replace(through=f"its method {edge.name!r}")
-            if edge.hit is not None and not isinstance(edge.hit.replacement, FunctionType)
-            else edge
-            for edge in edges
-        ]
+        return [self.edge(value, name, name) for name, value in members.items() if not isinstance(value, type)]
 
     def hit_of(self, function: Any) -> Hit | None:
         """What replaces a function that is held as an object: not a method, whose name may be the same."""

@@ -6,7 +6,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any
 
@@ -19,31 +19,7 @@ from patcher.errors import PatchConstructionError
 from patcher.functions.graph import Edge, Node, made_of
 from patcher.functions.rebinding import Rebinder, lock, rebinders
 from patcher.functions.references import references_of
-from patcher.functions.rules import Hit, Layers
-
-
-@dataclass(frozen=True)
-class ReplacedFunction:
-    """One function that a model calls another one in place of.
-
-    Attributes:
-        keys: (number of the mapping, key) of all that name it, that which decides first.
-        callers: the names of the classes that call it, directly or through other functions.
-    """
-
-    original: Any
-    replacement: Any
-    keys: tuple[tuple[int, str], ...]
-    callers: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        return full_name(self.original)
-
-    @property
-    def rule(self) -> str:
-        """The key that decides."""
-        return f"function_mapping[{self.keys[0][1]!r}]"
+from patcher.functions.rules import Hit, Layers, full_name as full_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,13 +27,13 @@ class Functions:
     """What function mappings do to one model.
 
     Attributes:
-        replaced: each function that is replaced.
+        replaced: each function that is replaced, with the classes that call it.
         known: the names of the functions that the modeling code of the model calls.
         hints: name of a function -> why replacing it has no effect, where that is known.
         rebinder: what makes the classes and functions that call the replacements.
     """
 
-    replaced: tuple[ReplacedFunction, ...] = ()
+    replaced: tuple[Hit, ...] = ()
     known: frozenset[str] = frozenset()
     hints: Mapping[str, str] = field(default_factory=dict)
     rebinder: Rebinder | None = field(default=None, repr=False)
@@ -149,7 +125,7 @@ class _Search:
         named = (edge for node in own for edge in node.edges)
         return Functions(
             replaced=tuple(
-                ReplacedFunction(hit.original, hit.replacement, hit.keys, tuple(sorted(callers)))
+                replace(hit, callers=tuple(sorted(callers)))
                 for key, (hit, callers) in self.found.items()
                 if key in self.called
             ),
@@ -257,10 +233,3 @@ class _Search:
 
 def _name(function: Any) -> str:
     return str(getattr(function, "__name__", ""))
-
-
-def full_name(function: Any) -> str:
-    """`module:name` of a function."""
-    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
-    module = getattr(function, "__module__", None)
-    return f"{module}:{name}" if module else str(name)

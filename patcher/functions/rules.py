@@ -20,11 +20,24 @@ class Hit:
 
     Attributes:
         keys: (number of the mapping, key) of all that name it: that which decides, then those that it overrides.
+        callers: the names of the classes of a model that call it, directly or through other functions.
     """
 
     keys: tuple[tuple[int, str], ...]
     original: Any
     replacement: Any
+    callers: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return full_name(self.original)
+
+
+def full_name(function: Any) -> str:
+    """`module:name` of a function."""
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
+    module = getattr(function, "__module__", None)
+    return f"{module}:{name}" if module else str(name)
 
 
 class FunctionRules:

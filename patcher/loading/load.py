@@ -271,7 +271,7 @@ def seen(
         functions=tuple((each.name, full_name(each.replacement), each.callers) for each in functions.replaced),
         rules=(
             *((rule, tuple(names)) for rule, names in rules.items()),
-            *((each.rule, (each.name,)) for each in functions.replaced),
+            *((f"function_mapping[{each.keys[0][1]!r}]", (each.name,)) for each in functions.replaced),
         ),
     )
     paths = {id(module): path for path, module in reversed(modules)}  # the first of several

@@ -14,7 +14,7 @@ from torch import nn
 
 from patcher.errors import PatchConstructionError
 from patcher.functions import rebinding
-from patcher.functions.models import find_functions, swap_functions
+from patcher.functions.models import find_functions, restore_functions, swap_functions
 from tests.functions import modeling_ways, modeling_ways_elsewhere
 
 WAYS = {
@@ -89,6 +89,14 @@ def test_a_call_is_followed(way: str) -> None:
     for again in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert value(again) == 3
         assert type(again) is type(module)
+
+
+@pytest.mark.parametrize("way", [way for way in FOLLOWED if way != "AsAnAttribute"])
+def test_a_call_is_restored(way: str) -> None:
+    module = replaced(WAYS[way]())
+    restore_functions(module)
+    assert value(module) == 2
+    assert type(module) is WAYS[way]
 
 
 def test_an_init_may_keep_what_calls_a_function_that_is_replaced() -> None:

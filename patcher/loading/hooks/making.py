@@ -107,4 +107,4 @@ def _initialise(stock: Stock, self: PreTrainedModel) -> None:
     if is_root:
         construction.is_constructed = True
         if construction.by_hand:
-            construction.at_end = functools.partial(finish_by_hand, construction, self)
+            construction.at_end = [functools.partial(finish_by_hand, construction, self)]
