@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from functools import partial
 from typing import Any
 
 import torch
@@ -59,8 +58,13 @@ def _replace(
     path, match = next(iter(matches.items()))
     if other := next((other for other in paths if other not in matches), None):
         named = match.entry, "module_mapping"
-        problem = partial(_shared, match.key, path, other)
-        construction.outcome |= Outcome(frozenset({(*named, match.key)}), {(*named, ((path, other),)): problem})
+        problem = (
+            f"module_mapping: {match.key!r} names {path}, which is {other} as well: a module at two paths is replaced "
+            f"where both are named; add {other!r} with the same class"
+        )
+        construction.outcome |= Outcome(
+            frozenset({(*named, match.key)}), {(*named, ((path, other),)): lambda: problem}
+        )
         return
     for each, its in matches.items():
         if its.replacement is not match.replacement:
@@ -82,13 +86,6 @@ def _replace(
 def _used_around(path: str, used: dict[str, frozenset[tuple[InForce, str]]]) -> frozenset[tuple[InForce, str]]:
     """The keys that have replaced what is around the module at a path."""
     return frozenset().union(*(keys for outer, keys in used.items() if path.startswith(f"{outer}.")))
-
-
-def _shared(key: str, path: str, other: str) -> str:
-    return (
-        f"module_mapping: {key!r} names {path}, which is {other} as well: a module at two paths is replaced where "
-        f"both are named; add {other!r} with the same class"
-    )
 
 
 def rebuilt(construction: Construction, path: str, module: nn.Module, match: Match) -> nn.Module:
