@@ -11,8 +11,8 @@
 
 A `Patcher` passed to one load is the better tool: it is scoped, it is strict, and it converts weights. The registry is
 for code that is written against that of transformers. Its contract is the one documented there: a key is an exact name
-or an expression, exact before expression; nothing is checked strictly, since it meets every model of the process; it
-raises `TypeError` and `ValueError`.
+or an expression, exact before expression; the names that modeling code binds classes to count as well as their own;
+nothing is checked strictly, since it meets every model of the process; it raises `TypeError` and `ValueError`.
 """
 
 from __future__ import annotations

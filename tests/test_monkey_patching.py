@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -169,6 +170,24 @@ def test_inside_of_a_block_names_are_what_they_were_and_what_they_construct_is_a
         thread.start()
         thread.join()
     assert elsewhere == [LlamaMLP]
+
+
+def test_a_name_that_a_class_is_bound_to_counts_as_well() -> None:
+    module = types.ModuleType("transformers.models.made_up.modeling_made_up")
+    exec("from torch.nn import LayerNorm as MadeUpNorm\ndef build():\n    return MadeUpNorm(4)", vars(module))
+    sys.modules[module.__name__] = module
+
+    class Norm(nn.LayerNorm):
+        pass
+
+    try:
+        register_patch_mapping({"MadeUpNorm": Norm})
+        with apply_patches():
+            assert type(module.build()) is Norm
+            assert type(nn.LayerNorm(4)) is nn.LayerNorm
+        assert type(module.build()) is nn.LayerNorm
+    finally:
+        del sys.modules[module.__name__]
 
 
 def test_an_exception_in_a_block_leaves_nothing() -> None:

@@ -44,7 +44,7 @@ class ClassRules:
     def __init__(self, entries: Iterable[InForce]) -> None:
         self.entries = tuple(entries)
         # Both only remember what follows from `entries`, the second with what runs as these rules are made.
-        self._matches: dict[type[nn.Module], Match | None] = {}
+        self._matches: dict[tuple[type[nn.Module], str], Match | None] = {}
         self._alike: dict[type[nn.Module], list[Like]] = {}
         keys = [(key, entry.is_registry) for entry in self.entries for key in entry.patcher.class_mapping]
         self._exact = frozenset(key for key, _ in keys)
@@ -53,19 +53,27 @@ class ClassRules:
         self._expressions = [key for key, loose in texts if loose or is_expression(key)]
         self._replacements = {cls for entry in self.entries for cls in entry.patcher.class_mapping.values()}
 
-    def match(self, cls: type[nn.Module]) -> Match | None:
+    def match(self, cls: type[nn.Module], name: str = "") -> Match | None:
         """What is built in place of `cls`.
+
+        Args:
+            name: the name to which modeling code has bound it: to the registry that counts as well as its own.
 
         Raises:
             PatchConflictError: two expressions of a patcher ask for different replacements.
         """
-        if cls not in self._matches:
-            named = ((entry, self._key(entry, cls)) for entry in self.entries)
-            matches = (
-                Match(key, entry.patcher.class_mapping[key], entry, cls) for entry, key in named if key is not None
-            )
-            self._matches[cls] = next(matches, None)
-        return self._matches[cls]
+        place = cls, "" if name == cls.__name__ else name
+        if place not in self._matches:
+            matches = (self._match_in(entry, *place) for entry in self.entries)
+            self._matches[place] = next((match for match in matches if match is not None), None)
+        return self._matches[place]
+
+    def _match_in(self, entry: InForce, cls: type[nn.Module], name: str) -> Match | None:
+        mapping = entry.patcher.class_mapping
+        key = find_key(name, mapping, names_too=True) if name and entry.is_registry else None
+        if key is None or mapping[key] is cls:
+            key = self._key(entry, cls)
+        return None if key is None else Match(key, mapping[key], entry, cls)
 
     def _key(self, entry: InForce, cls: type[nn.Module]) -> str | None:
         mapping = entry.patcher.class_mapping
@@ -93,10 +101,10 @@ class ClassRules:
             named += [cls for cls in alike if is_modeling_module(cls.__module__) or self._likes_of(cls)]
         return named
 
-    def concerns(self, cls: type[nn.Module]) -> bool:
+    def concerns(self, cls: type[nn.Module], name: str = "") -> bool:
         """Whether a mapping names `cls`. Two expressions that disagree about it are an error when it is built."""
         try:
-            return self.match(cls) is not None
+            return self.match(cls, name) is not None
         except PatchConflictError:
             return True
 
@@ -137,6 +145,8 @@ class ClassRules:
         """The keys that have done their part when `match` decides about a class, those that it overrides included."""
         cls, found = match.original, set[Key]()
         for entry in self.entries[self.entries.index(match.entry) :]:
+            if entry is match.entry:  # perhaps by a name that the class was bound to
+                found.add((entry, "class_mapping", match.key))
             if self._key(entry, cls) is not None:
                 mapping = entry.patcher.class_mapping
                 named = [*hits(cls.__name__, mapping, names_too=entry.is_registry), *self._likes_of(cls)]

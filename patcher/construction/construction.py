@@ -84,13 +84,14 @@ class Construction:
     _noted: dict[type[nn.Module], Match] = field(init=False, default_factory=dict)
 
     def replaced(
-        self, cls: type[nn.Module], module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, cls: type[nn.Module], name: str, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> nn.Module | None:
         """Build what is in force in place of `cls`; None if nothing is, or the caller's own code is to build that.
 
         To be called by what takes the place of a constructor.
 
         Args:
+            name: to which modeling code has bound the class, "" for its own.
             module: the bare object of `cls`, if there is one yet.
         """
         if module is not None and self.arguments is not None:
@@ -100,7 +101,7 @@ class Construction:
         is_inside = bool(self._building) and not is_modeling_module(calling_module(2))
         if is_inside or any(module is each for each in self._building):
             return None
-        match = self.rules.match(cls)
+        match = self.rules.match(cls, name)
         if match is None:
             return None
         if match.replacement is cls:  # whatever the outer patchers say

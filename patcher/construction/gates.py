@@ -5,10 +5,10 @@ mapping names it, it makes the object one of the replacement. So it doesn't matt
 (a module attribute, an alias, a table, a function that imports it late), and for every other thread the class is what
 it always was: it can be pickled, subclassed and compared meanwhile.
 
-A gate can't tell `LayerNorm` in one modeling file from `torch.nn.LayerNorm`, which is not ours to touch. Where a
-modeling file has bound such a class to a name, or has it in a table, a stand-in takes its place: called in such a
-context it builds the replacement, and anywhere else the class. Whoever reads the name meanwhile has what passes for
-the class, and may subclass it.
+A gate can't tell `LayerNorm` in one modeling file from `torch.nn.LayerNorm`, which is not ours to touch, nor know
+under which other name a file has bound a class, which the registry goes by. There a stand-in takes the place of the
+class, in the namespace or table: called in such a context it builds the replacement, and anywhere else the class.
+Whoever reads the name meanwhile has what passes for the class, and may subclass it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _gate(cls: type[nn.Module], before: Any) -> Any:
     @functools.wraps(cls.__init__)
     def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         with construction_here() if type(self) is cls else nullcontext() as construction:
-            if construction is not None and construction.replaced(cls, self, args, kwargs) is not None:
+            if construction is not None and construction.replaced(cls, "", self, args, kwargs) is not None:
                 return
             if before is None:
                 super(cls, self).__init__(*args, **kwargs)
@@ -111,14 +111,15 @@ def _unwrapped(value: Any) -> Any:
     return value
 
 
-def _stand_in(original: Any) -> Any:
+def _stand_in(name: str, original: Any) -> Any:
     """A class that passes for `original` and, called where it is replaced, builds the replacement.
 
     Args:
+        name: the name to which the class is bound.
         original: or a tuple, of which classes of modules get stand-ins.
     """
     if isinstance(original, tuple):
-        return tuple(_stand_in(each) if _is_module_class(each) else each for each in original)
+        return tuple(_stand_in("", each) if _is_module_class(each) else each for each in original)
     meta: Any = type(original)
 
     class StandIn(meta):  # type: ignore[misc]
@@ -129,7 +130,7 @@ def _stand_in(original: Any) -> Any:
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             with construction_here() as construction:
-                module = construction and construction.replaced(original, None, args, kwargs)
+                module = construction and construction.replaced(original, name, None, args, kwargs)
                 return original(*args, **kwargs) if module is None else module
 
         def __instancecheck__(cls, instance: object) -> bool:
@@ -139,7 +140,7 @@ def _stand_in(original: Any) -> Any:
             return issubclass(_unwrapped(subclass), original)
 
         def __eq__(cls, other: object) -> bool:
-            match = ClassRules(entered()).match(original)
+            match = ClassRules(entered()).match(original, name)
             return other is cls or other is original or (match is not None and match.replacement is other)
 
         def __hash__(cls) -> int:
@@ -185,7 +186,8 @@ class Cover:
             self._add(cls)
         ungated = [cls for cls in named if (id(cls), "__init__") not in self._places]
         self._foreign = set(filter(self.rules.concerns, ungated))
-        for name, module in list(sys.modules.items()) if self._foreign else ():
+        needs_names = self._foreign or any(entry.is_registry for entry in self.rules.entries)
+        for name, module in list(sys.modules.items()) if needs_names else ():
             if is_modeling_module(name) and isinstance(module, ModuleType):
                 self._add_names(module)
 
@@ -210,12 +212,14 @@ class Cover:
         self._seen.add(id(module))
         namespace = vars(module)
         for name, value in list(namespace.items()):
-            if self._holds_foreign(value):
-                self._bind(namespace, name, _stand_in)
-            elif isinstance(value, dict) or type(value) is list:
+            # Where the class's own name is what matched, its gate does all that is needed.
+            is_renamed = _is_module_class(value) and not self.rules.concerns(_unwrapped(value))
+            if self._holds_foreign(value) or (is_renamed and self.rules.concerns(_unwrapped(value), name)):
+                self._bind(namespace, name, functools.partial(_stand_in, name))
+            elif self._foreign and (isinstance(value, dict) or type(value) is list):
                 for key, item in list(dict.items(value) if isinstance(value, dict) else enumerate(value)):
                     if self._holds_foreign(item):
-                        self._bind(value, key, _stand_in)
+                        self._bind(value, key, functools.partial(_stand_in, ""))
 
     def _holds_foreign(self, item: Any) -> bool:
         """Whether an entry is a class of others, or a tuple with one in it, `(nn.ReLU, {"inplace": True})`."""
