@@ -245,10 +245,10 @@ class Cover:
                 _watcher.end()
                 Cover.hook.remove()
             for place in self._places.difference(*(other._places for other in Cover.active)):
-                container, key, before, after = bound.pop(place)
+                found = bound.pop(place, None)  # none, if an interrupt came before it was there
                 # Somebody who has put something else there keeps it; what they wrapped goes on passing through.
-                if _entry(container, key) is after:
-                    _put(container, key, before)
+                if found is not None and _entry(found.container, found.key) is found.after:
+                    _put(found.container, found.key, found.before)
 
 
 @contextmanager
