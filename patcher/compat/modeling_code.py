@@ -26,18 +26,6 @@ def unrebound(made: T) -> T:
     return found
 
 
-class Rebound(type):
-    """The class of classes with other globals: what calling them makes.
-
-    They are made for one model: what is made by calling one (`type(model)(config)`,
-    `type(model).from_pretrained(...)`) is as it is without them, all through.
-    """
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        original: Any = vars(cls).get(REBOUND, cls)
-        return super().__call__(*args, **kwargs) if original is cls else original(*args, **kwargs)
-
-
 def _subclasses(root: type[M]) -> list[type[M]]:
     """Every live subclass, some more than once: this must be quick, every load under a patcher asks."""
     found, subclasses_of = [root], type.__subclasses__

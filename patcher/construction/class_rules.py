@@ -43,8 +43,9 @@ class ClassRules:
 
     def __init__(self, entries: Iterable[InForce]) -> None:
         self.entries = tuple(entries)
-        self._matches: dict[type[nn.Module], Match | None] = {}  # only remembers what follows from `entries`
-        self._alike: dict[type[nn.Module], list[Like]] = {}  # the same, with what runs as these rules are made
+        # Both only remember what follows from `entries`, the second with what runs as these rules are made.
+        self._matches: dict[tuple[type[nn.Module], str], Match | None] = {}
+        self._alike: dict[type[nn.Module], list[Like]] = {}
         keys = [(key, entry.is_registry) for entry in self.entries for key in entry.patcher.class_mapping]
         self._exact = frozenset(key for key, _ in keys)
         self._likes = list(dict.fromkeys(key for key, _ in keys if isinstance(key, Like)))
@@ -52,20 +53,27 @@ class ClassRules:
         self._expressions = [key for key, loose in texts if loose or is_expression(key)]
         self._replacements = {cls for entry in self.entries for cls in entry.patcher.class_mapping.values()}
 
-    def match(self, cls: type[nn.Module]) -> Match | None:
+    def match(self, cls: type[nn.Module], name: str = "") -> Match | None:
         """What is built in place of `cls`.
+
+        Args:
+            name: the name to which modeling code has bound it: to the registry that counts as well as its own.
 
         Raises:
             PatchConflictError: two expressions of a patcher ask for different replacements.
         """
-        if cls not in self._matches:
-            matches = (self._match_in(entry, cls) for entry in self.entries)
-            self._matches[cls] = next((match for match in matches if match is not None), None)
-        return self._matches[cls]
+        place = cls, "" if name == cls.__name__ else name
+        if place not in self._matches:
+            matches = (self._match_in(entry, *place) for entry in self.entries)
+            self._matches[place] = next((match for match in matches if match is not None), None)
+        return self._matches[place]
 
-    def _match_in(self, entry: InForce, cls: type[nn.Module]) -> Match | None:
-        key = self._key(entry, cls)
-        return None if key is None else Match(key, entry.patcher.class_mapping[key], entry, cls)
+    def _match_in(self, entry: InForce, cls: type[nn.Module], name: str) -> Match | None:
+        mapping = entry.patcher.class_mapping
+        key = find_key(name, mapping, names_too=True) if name and entry.is_registry else None
+        if key is None or mapping[key] is cls:
+            key = self._key(entry, cls)
+        return None if key is None else Match(key, mapping[key], entry, cls)
 
     def _key(self, entry: InForce, cls: type[nn.Module]) -> str | None:
         mapping = entry.patcher.class_mapping
@@ -80,19 +88,6 @@ class ClassRules:
             self._alike[cls] = [key for key in self._likes if key.matches(cls)]
         return self._alike[cls]
 
-    def match_bound(self, cls: type[nn.Module], name: str) -> Match | None:
-        """What is built where modeling code has bound `cls` to `name`: to the registry the name counts as well."""
-        for entry in self.entries:
-            if entry.is_registry:
-                mapping = entry.patcher.class_mapping
-                key = find_key(name, mapping, names_too=True)
-                if key is not None and mapping[key] is not cls:
-                    return Match(key, mapping[key], entry, cls)
-            match = self._match_in(entry, cls)
-            if match is not None:
-                return match
-        return None
-
     def classes(self) -> list[type[nn.Module]]:
         """All classes whose name is a key of some mapping, or has a key found in it, or that a key may be like."""
         return module_subclasses(self._named)
@@ -106,57 +101,51 @@ class ClassRules:
             named += [cls for cls in alike if is_modeling_module(cls.__module__) or self._likes_of(cls)]
         return named
 
-    def may_concern(self, cls: type[nn.Module]) -> bool:
-        """Whether a mapping may name `cls`. What a key of `like` matches is settled where it is built."""
-        return bool(self._likes and may_match(self._likes, [cls])) or self.concerns(cls)
-
     def concerns(self, cls: type[nn.Module], name: str = "") -> bool:
         """Whether a mapping names `cls`. Two expressions that disagree about it are an error when it is built."""
         try:
-            return self.match_bound(cls, name or cls.__name__) is not None
+            return self.match(cls, name) is not None
         except PatchConflictError:
             return True
 
-    def match_path(self, path: str, cls: type[nn.Module], used: Container[tuple[InForce, str]] = ()) -> Match | None:
-        """What is built in place of the module at a path: the innermost wins, and within a patcher the exact path.
+    def keys_at(self, path: str, used: Container[tuple[InForce, str]] = ()) -> list[tuple[InForce, str]]:
+        """The keys of module mappings that name a path: those of the innermost patcher first, the exact path first.
 
         Args:
-            cls: the class of the module there, as transformers has it.
             used: keys that have replaced what is around this module: they mean nothing inside of that.
+        """
+        return [
+            (entry, key)
+            for entry in self.entries
+            for key in sorted(entry.patcher.module_mapping, key=path.__ne__)
+            if (entry, key) not in used and matches_path(key, path)
+        ]
+
+    def match_path(self, path: str, cls: type[nn.Module], used: Container[tuple[InForce, str]] = ()) -> Match | None:
+        """What is built in place of the module at a path, of a class of transformers or torch.
 
         Raises:
             PatchConflictError: two patterns of a patcher ask for different replacements.
         """
-        for entry in self.entries:
-            mapping = entry.patcher.module_mapping
-            keys = [key for key in mapping if (entry, key) not in used and matches_path(key, path)]
-            keys = [path] if path in keys else keys
-            for key in keys[1:]:
-                if mapping[key] is not mapping[keys[0]]:
-                    raise PatchConflictError(
-                        f"module_mapping: {keys[0]!r} and {key!r} both name {path}, and they ask for different "
-                        f"replacements, {mapping[keys[0]].__qualname__} and {mapping[key].__qualname__}. Narrow one "
-                        f"of them, or add the exact path, which wins: {path!r}: ..."
-                    )
-            if keys:
-                return Match(keys[0], mapping[keys[0]], entry, cls, "module_mapping")
-        return None
+        found = self.keys_at(path, used)
+        if not found:
+            return None
+        entry, first = found[0]
+        mapping = entry.patcher.module_mapping
+        for other, key in found[1:]:
+            if other is entry and first != path and mapping[key] is not mapping[first]:
+                raise PatchConflictError(
+                    f"module_mapping: {first!r} and {key!r} both name {path}, and they ask for different "
+                    f"replacements, {mapping[first].__qualname__} and {mapping[key].__qualname__}. Narrow one "
+                    f"of them, or add the exact path, which wins: {path!r}: ..."
+                )
+        return Match(first, mapping[first], entry, cls, "module_mapping")
 
-    def matched_paths(self, path: str, used: Container[tuple[InForce, str]] = ()) -> set[Key]:
-        """The keys that have done their part when the module at a path is replaced, those included that others win
-        over."""
-        return {
-            (entry, "module_mapping", key)
-            for entry in self.entries
-            for key in entry.patcher.module_mapping
-            if (entry, key) not in used and matches_path(key, path)
-        }
-
-    def matched(self, cls: type[nn.Module], match: Match) -> set[Key]:
-        """The keys that have done their part when `match` decides about `cls`, those included that it overrides."""
-        found: set[Key] = set()
+    def matched(self, match: Match) -> set[Key]:
+        """The keys that have done their part when `match` decides about a class, those that it overrides included."""
+        cls, found = match.original, set[Key]()
         for entry in self.entries[self.entries.index(match.entry) :]:
-            if match.field == "class_mapping" and entry is match.entry:  # by a name that the class was bound to
+            if entry is match.entry:  # perhaps by a name that the class was bound to
                 found.add((entry, "class_mapping", match.key))
             if self._key(entry, cls) is not None:
                 mapping = entry.patcher.class_mapping

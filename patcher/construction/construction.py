@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import transformers
@@ -20,19 +21,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.compat.modeling_code import is_modeling_module
-from patcher.compat.models import mark_original_class, renamed_parameters
+from patcher.compat.models import inherit_loading_attributes, mark_original_class, renamed_parameters
 from patcher.construction.class_rules import ClassRules, Match
-from patcher.construction.in_force import (
-    Block,
-    InForce,
-    Outcome,
-    construction_around,
-    entered,
-    entering,
-    tell_blocks,
-)
-from patcher.construction.meta_init import MetaInit, check_values
-from patcher.errors import PatchConstructionError
+from patcher.construction.in_force import Block, Outcome, construction_around, entered, entering, tell_blocks
+from patcher.construction.meta_init import MetaInit, without_value
+from patcher.errors import PatchConstructionError, PatcherError
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,15 +33,18 @@ class Built:
     """One replacement that was built, and how: enough to build it again."""
 
     module: nn.Module
-    original: type[nn.Module]
-    replacement: type[nn.Module]
-    entry: InForce
+    match: Match
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     #: not a part of another replacement
     outermost: bool
     #: the names of its parameters, and the how-manieth each was that it registered
     numbers: Mapping[str, int]
+
+    @property
+    def replacement(self) -> type[nn.Module]:
+        """Its class."""
+        return self.match.replacement
 
 
 #: replacements, each with the path at which the model has it
@@ -69,145 +65,146 @@ class Construction:
     _: KW_ONLY
     by_hand: bool = False
     is_skeleton: bool = False
-    built: list[Built] = field(init=False, default_factory=list)
-    #: the rules by which they were built, `class_mapping[key]`, each with the names of the classes that it matched
-    rules_matched: dict[str, dict[str, None]] = field(init=False, default_factory=dict)
-    outcome: Outcome = field(init=False, default_factory=Outcome)
-    #: whether the model has called `post_init`
+    #: the outermost model, as soon as its `__init__` has begun, and whether it has called `post_init`
+    root: PreTrainedModel | None = field(init=False, default=None)
     is_constructed: bool = field(init=False, default=False)
+    built: list[Built] = field(init=False, default_factory=list)
+    outcome: Outcome = field(init=False, default_factory=Outcome)
     #: what the patchers in force do to the model once its modules are constructed
     resolution: Any = field(init=False, default=None)
-    #: whether constructed modules may be built again: then the constructor arguments of all of them are kept
-    keeps_arguments: bool = field(init=False, default=False)
-    arguments: dict[int, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = field(init=False, default_factory=dict)
     #: the functions that are replaced in the model
     functions: Any = field(init=False, default=None)
+    #: the constructor arguments of all modules, where constructed ones may be built again
+    arguments: dict[int, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] | None = field(init=False, default=None)
     #: what is left to do when the model, whose `__init__` may go on after `post_init`, is built by hand
-    at_end: Callable[[], None] | None = field(init=False, default=None)
+    at_end: list[Callable[[], None]] = field(init=False, default_factory=list)
     #: where the parameters of the replacement go that is built now
     meta_init: MetaInit | None = field(init=False, default=None)
-    _root: weakref.ref[PreTrainedModel] | None = field(init=False, default=None)
     _building: list[nn.Module] = field(init=False, default_factory=list)
     _noted: dict[type[nn.Module], Match] = field(init=False, default_factory=dict)
-    _checked: set[tuple[type[nn.Module], type[nn.Module]]] = field(init=False, default_factory=set)
 
-    @property
-    def root(self) -> PreTrainedModel | None:
-        """The outermost model, as soon as its `__init__` has begun."""
-        return None if self._root is None else self._root()
+    def replaced(
+        self, cls: type[nn.Module], name: str, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> nn.Module | None:
+        """Build what is in force in place of `cls`; None if nothing is, or the caller's own code is to build that.
 
-    @root.setter
-    def root(self, model: PreTrainedModel) -> None:
-        self._root = weakref.ref(model)
+        To be called by what takes the place of a constructor.
 
-    @property
-    def outermost_built(self) -> list[Built]:
-        """The replacements that aren't part of another one."""
-        return [built for built in self.built if built.outermost]
-
-    def note(self, cls: type[nn.Module], match: Match) -> None:
-        """Remember which keys have had an effect."""
-        if self._noted.get(cls) is not match:
-            self._noted[cls] = match
-            self.outcome |= Outcome(frozenset(self.rules.matched(cls, match)))
-
-    def decides(self, module: nn.Module | None, depth: int) -> bool:
-        """Whether what is about to be built may be replaced.
-
-        Inside of a replacement's own code a class is what its name says: only what modeling code builds there is
-        replaced. Otherwise a replacement could not wrap an object of the class that it replaces.
+        Args:
+            name: to which modeling code has bound the class, "" for its own.
+            module: the bare object of `cls`, if there is one yet.
         """
-        if any(module is each for each in self._building):
-            return False
-        return not self._building or is_modeling_module(calling_module(depth + 1))
+        if module is not None and self.arguments is not None:
+            self.arguments[id(module)] = (module, args, kwargs)
+        # Inside of a replacement's own code a class is what its name says: only what modeling code builds there is
+        # replaced. Otherwise a replacement could not wrap an object of the class that it replaces.
+        is_inside = bool(self._building) and not is_modeling_module(calling_module(2))
+        if is_inside or any(module is each for each in self._building):
+            return None
+        match = self.rules.match(cls, name)
+        if match is None:
+            return None
+        if match.replacement is cls:  # whatever the outer patchers say
+            self._note(match)
+            return None
+        module = cls.__new__(cls) if module is None else module
+        self.build(module, match, args, kwargs)
+        return module
 
-    def build(
-        self, module: nn.Module, original: type[nn.Module], match: Match, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Make an object of `original` one of its replacement.
+    def _note(self, match: Match) -> None:
+        """Remember which keys have had an effect."""
+        if self._noted.get(match.original) is not match:
+            self._noted[match.original] = match
+            self.outcome |= Outcome(frozenset(self.rules.matched(match)))
+
+    def build(self, module: nn.Module, match: Match, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make an object of a class the one of its replacement.
 
         Raises:
             PatchConstructionError: it can't be built, or what is to be the model itself would be none.
         """
-        is_model = issubclass(original, PreTrainedModel) and not issubclass(match.replacement, PreTrainedModel)
+        original, replacement = match.original, match.replacement
+        is_model = issubclass(original, PreTrainedModel) and not issubclass(replacement, PreTrainedModel)
         if is_model and not self._building and self.root is None:
             raise PatchConstructionError(
-                f"{match.replacement.__qualname__} is to be the model itself in place of {original.__qualname__}, and "
+                f"{replacement.__qualname__} is to be the model itself in place of {original.__qualname__}, and "
                 "isn't a PreTrainedModel, so it could neither be loaded nor saved: derive it from "
                 f"{original.__qualname__} or from PreTrainedModel, and call super().__init__(config)."
             )
-        if (original, match.replacement) not in self._checked:
-            self._checked.add((original, match.replacement))
-            check_parameters(original, match.replacement)
+        if self._noted.get(original) is not match:
+            _check_parameters(original, replacement)
         mark_original_class(module, original)
-        is_outermost = not self._building
-        numbers = self._construct(module, original, match.replacement, args, kwargs)
+        is_outermost, meta_init = not self._building, MetaInit()
+        numbers: Mapping[str, int] = {}
+        if self._construct(meta_init, module, match, args, kwargs):
+            if meta_init.to_meta and not self.is_skeleton:
+                meta_init.check_values(module)
+            numbers = meta_init.numbers(module)  # now, for a quantizer may put others in their places
         mark_original_class(module, original)  # again: `__init__` may have started from an empty `__dict__`
-        if match.field != "module_mapping":  # which says itself what it has matched
-            self.note(original, match)
-        built = Built(module, original, match.replacement, match.entry, args, kwargs, is_outermost, numbers)
-        self.built.append(built)
-        self.rules_matched.setdefault(f"{match.field}[{match.key!r}]", {})[original.__name__] = None
-
-    def build_in_place_of(
-        self, module: nn.Module, original: type[nn.Module], match: Match, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> nn.Module:
-        """What takes the place of a constructed module of `original`, built with the arguments that made that one.
-
-        Raises:
-            PatchConstructionError: it can't be built.
-        """
-        new = original.__new__(original)
-        self.build(new, original, match, args, kwargs)
-        new.train(module.training)
-        return new
+        if match.field == "class_mapping":  # others say themselves what they have matched
+            self._note(match)
+        self.built.append(Built(module, match, args, kwargs, is_outermost, numbers))
 
     def build_again(self, built: Built, meta_init: MetaInit) -> nn.Module:
         """Build a replacement once more, for the values that its `__init__` gives to new weights."""
-        module = built.original.__new__(built.original)
-        self._building.append(module)
-        try:
-            self._initialise(meta_init, module, built.original, built.replacement, built.args, built.kwargs)
-        finally:
-            self._building.pop()
+        module = built.match.original.__new__(built.match.original)
+        self._construct(meta_init, module, built.match, built.args, built.kwargs)
         return module
 
-    def _construct(
-        self, module: nn.Module, original: type[nn.Module], replacement: type[nn.Module], args: Any, kwargs: Any
-    ) -> Mapping[str, int]:
-        """Initialise a replacement.
+    def _construct(self, meta_init: MetaInit, module: nn.Module, match: Match, args: Any, kwargs: Any) -> bool:
+        """Turn a bare object of a class into an initialised one of its replacement.
 
         Returns:
-            The numbers of its parameters: now, for a quantizer may put others in their places.
+            Whether its parameters went where `meta_init` says, and not where that of a replacement around it does.
+
+        Raises:
+            PatchConstructionError: the replacement raised, or its objects have another layout in memory.
         """
+        original, replacement, outer = match.original, match.replacement, self.meta_init
+        inner = self.meta_init = outer or meta_init
         self._building.append(module)
         try:
-            if self.meta_init is not None:
-                self.meta_init.construct(module, original, replacement, args, kwargs)
-                return {}
-            meta_init = MetaInit()
-            self._initialise(meta_init, module, original, replacement, args, kwargs)
-            if meta_init.to_meta and not self.is_skeleton:
-                check_values(module, meta_init)
-            return meta_init.numbers(module)
+            with nullcontext() if outer is not None else inner.in_force():
+                _initialise(module, original, replacement, args, kwargs)
+        except PatcherError:
+            raise
+        except Exception as error:
+            if any(error is each for each in inner.wanting):
+                raise without_value(replacement, f"something ({type(error).__name__}: {error})") from error
+            arguments = [_short(value) for value in args] + [f"{key}={_short(kwargs[key])}" for key in kwargs]
+            raise PatchConstructionError(
+                f"{replacement.__qualname__} could not be built in place of {original.__qualname__}"
+                f"{_where(error.__traceback__)}: {type(error).__name__}: {error}\n"
+                f"It was called as {replacement.__qualname__}({', '.join(arguments)}). A replacement is constructed "
+                f"with the arguments of {original.__qualname__}.__init__: take them all, or accept **kwargs."
+            ) from error
         finally:
             self._building.pop()
-
-    def _initialise(self, meta_init: MetaInit, *what: Any) -> None:
-        self.meta_init = meta_init
-        try:
-            with meta_init.in_force():
-                meta_init.construct(*what)
-        finally:
-            self.meta_init = None
-
-    def end(self) -> None:
-        """Do what is left to do."""
-        if self.at_end is not None:
-            self.at_end()
+            self.meta_init = outer
+        return outer is None
 
 
-def check_parameters(original: type[nn.Module], replacement: type[nn.Module]) -> None:
+@contextmanager
+def construction_here() -> Iterator[Construction | None]:
+    """The construction that this code is a part of; in a block, one for what is built here, with its parts."""
+    construction = construction_around()
+    if construction is None and (entries := entered()):
+        construction = Construction(ClassRules(entries), by_hand=True)
+        with entering(Block(construction=construction)):
+            yield construction
+            for finish in construction.at_end:
+                finish()
+        tell_blocks(construction.outcome)
+    else:
+        yield construction
+
+
+def calling_module(depth: int) -> str:
+    """The name of the module whose code calls: 1 is the caller of the function that asks, 2 is who called that."""
+    return str(sys._getframe(depth + 1).f_globals.get("__name__", ""))
+
+
+def _check_parameters(original: type[nn.Module], replacement: type[nn.Module]) -> None:
     """Raise where a replacement has a parameter under the name that it had in older releases of transformers.
 
     What is given under the new name would be lost in its `**kwargs`, a cache for one.
@@ -227,50 +224,42 @@ def check_parameters(original: type[nn.Module], replacement: type[nn.Module]) ->
             )
 
 
-def calling_module(depth: int) -> str:
-    """The name of the module whose code calls: 1 is the caller of the function that asks, 2 is who called that."""
-    return str(sys._getframe(depth + 1).f_globals.get("__name__", ""))
+def _initialise(
+    module: nn.Module, original: type[nn.Module], replacement: type[nn.Module], args: Any, kwargs: Any
+) -> None:
+    if type(replacement).__call__ is not type.__call__ or replacement.__new__ is not original.__new__:
+        raise PatchConstructionError(
+            f"{replacement.__qualname__} has a __new__, or a metaclass with a __call__, of its own, and takes the "
+            "place of an object that has been made already. Move what it does into __init__."
+        )
+    module.__class__ = replacement
+    inherit_loading_attributes(module, original)
+    returned = module.__init__(*args, **kwargs)  # type: ignore[misc]
+    if returned is not None:  # where Python calls `__init__` itself, it looks; a generator hasn't even begun
+        raise PatchConstructionError(
+            f"{replacement.__qualname__}.__init__ returns an object of {type(returned).__name__}: it must return None"
+            f"{', so it must not contain yield' if inspect.isgenerator(returned) else ''}."
+        )
+    if "_parameters" not in module.__dict__:
+        raise PatchConstructionError(
+            f"{replacement.__qualname__}.__init__ doesn't call super().__init__(), so there is no module to put into "
+            "the model: call it first."
+        )
 
 
-@contextmanager
-def construction_here() -> Iterator[Construction | None]:
-    """The construction that this code is a part of; in a block, one for what is built here, with its parts."""
-    construction = construction_around()
-    if construction is None and (entries := entered()):
-        construction = Construction(ClassRules(entries), by_hand=True)
-        with entering(Block(construction=construction)):
-            yield construction
-            construction.end()
-        tell_blocks(construction.outcome)
-    else:
-        yield construction
+def _short(value: Any) -> str:
+    text = repr(value) if isinstance(value, bool | int | float | str | None) else f"<{type(value).__name__}>"
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
-def build_replacement(
-    construction: Construction,
-    cls: type[nn.Module],
-    name: str,
-    module: nn.Module | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> nn.Module | None:
-    """Build what is in force in place of `cls`, where modeling code has bound it to `name`; None if stock is to be.
-
-    To be called by what replaces the constructor: its caller constructs the object.
-
-    Args:
-        module: the bare object of `cls`, if there is one yet.
-    """
-    if module is not None and construction.keeps_arguments:
-        construction.arguments[id(module)] = (module, args, kwargs)
-    if not construction.decides(module, 2):
-        return None
-    rules = construction.rules
-    match = rules.match(cls) if name == cls.__name__ else rules.match_bound(cls, name)
-    if match is not None and match.replacement is not cls:
-        module = cls.__new__(cls) if module is None else module
-        construction.build(module, cls, match, args, kwargs)
-        return module
-    if match is not None:  # the class itself, whatever the outer patchers say
-        construction.note(cls, match)
-    return None
+def _where(traceback: TracebackType | None) -> str:
+    """The line of modeling code that constructs the object: the frame outside of this package."""
+    frame = traceback.tb_frame if traceback is not None else None
+    package = str(Path(__file__).parent.parent)
+    while frame is not None and frame.f_code.co_filename.startswith(package):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    owner, _, name = frame.f_code.co_qualname.rpartition(".")
+    inside = f" of {owner.rpartition('.')[2]}" if owner and not owner.endswith("<locals>") else ""
+    return f", in {name}{inside} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"

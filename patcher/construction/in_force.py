@@ -13,6 +13,7 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from patcher.construction.lock import process_lock
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
 
@@ -68,33 +69,23 @@ class Outcome:
                     yield problem
 
 
+@dataclass(eq=False)
 class Block:
     """What is in force for a while in the contexts that carry it, and what was found meanwhile in all of them.
 
     Attributes:
         entries: the innermost first.
         only: nothing of what is around it is in force inside.
-        thread: the one that it is private to, in contexts that others have copied as well.
-        construction: what is built inside is a part of it.
-        cover: the gates that were put in place for it.
+        construction: what is built inside is a part of it, in this thread alone: others may have copied the context.
         ended: it was left; a context that was copied from within may outlive it.
     """
 
-    def __init__(
-        self, entries: tuple[InForce, ...] = (), *, only: bool = False, construction: Construction | None = None
-    ) -> None:
-        self.entries = entries
-        self.only = only
-        self.thread = None if construction is None else threading.get_ident()
-        self.construction = construction
-        self.cover: Any = None
-        self.ended = False
-        self.outcome = Outcome()
-        self._lock = threading.Lock()
-
-    def tell(self, outcome: Outcome) -> None:
-        with self._lock:
-            self.outcome |= outcome
+    entries: tuple[InForce, ...] = ()
+    only: bool = False
+    construction: Construction | None = None
+    thread: int = field(init=False, default_factory=threading.get_ident)
+    ended: bool = field(init=False, default=False)
+    outcome: Outcome = field(init=False, default_factory=Outcome)
 
 
 #: Inside of it nothing is in force that is outside, nor is the process-wide registry.
@@ -118,7 +109,9 @@ def set_registered_patcher(patcher: Patcher) -> None:
 def blocks() -> tuple[Block, ...]:
     """The blocks around this code, the innermost first."""
     here = threading.get_ident()
-    return tuple(block for block in _BLOCKS.get() if not block.ended and block.thread in (None, here))
+    return tuple(
+        block for block in _BLOCKS.get() if not block.ended and (block.construction is None or block.thread == here)
+    )
 
 
 def entered() -> tuple[InForce, ...]:
@@ -133,10 +126,7 @@ def entered() -> tuple[InForce, ...]:
 
 def construction_around() -> Construction | None:
     """The construction that this code is a part of, None if nothing is built here under a patcher."""
-    for block in blocks():
-        if block.construction is not None or block.only:
-            return block.construction
-    return None
+    return next((block.construction for block in blocks() if block.construction is not None or block.only), None)
 
 
 def in_force_for(patcher: Any) -> tuple[tuple[InForce, ...], tuple[InForce, ...]]:
@@ -145,11 +135,9 @@ def in_force_for(patcher: Any) -> tuple[tuple[InForce, ...], tuple[InForce, ...]
     Raises:
         InvalidPatcherError: `patcher` isn't a Patcher.
     """
-    own: tuple[InForce, ...] = ()
-    if patcher is not None:
-        if not isinstance(patcher, Patcher):
-            raise not_a_patcher("patcher={}", patcher)
-        own = (InForce(patcher, "patcher="),)
+    if not isinstance(patcher, Patcher | None):
+        raise not_a_patcher("patcher={}", patcher)
+    own = () if patcher is None else (InForce(patcher, "patcher="),)
     entries = (*own, *entered())
     if _registered.class_mapping and _STOCK not in blocks() and not any(entry.is_registry for entry in entries):
         entries = (*entries, InForce(_registered, REGISTRY))
@@ -164,14 +152,16 @@ def entering(block: Block) -> Iterator[None]:
         yield
     finally:
         block.ended = True  # in every context that carries it: this may be another one than it was entered in
+        block.construction = None  # which such a context would keep
         _BLOCKS.set(blocks())
 
 
 def tell_blocks(outcome: Outcome) -> None:
     """Tell the blocks around this code what was found in them."""
-    for block in blocks():
-        if block is not _STOCK:
-            block.tell(outcome)
+    with process_lock:
+        for block in blocks():
+            if block is not _STOCK:
+                block.outcome |= outcome
 
 
 def unpatched(call: Callable[[], T]) -> T:

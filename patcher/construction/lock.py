@@ -6,8 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 
 from patcher.errors import PatchConstructionError
 
@@ -19,15 +18,6 @@ process_lock = threading.RLock()
 WAIT_SECONDS = 300.0
 
 
-@dataclass(frozen=True, eq=False)
-class _Holder:
-    """Who holds the lock, and for what."""
-
-    what: str
-    thread: str = field(default_factory=lambda: threading.current_thread().name)
-    since: float = field(default_factory=time.time)
-
-
 class ConstructionLock:
     """One thread at a time constructs and initialises models; the same thread may enter again.
 
@@ -37,48 +27,42 @@ class ConstructionLock:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._holders: list[_Holder] = []  # of one thread, the outermost first
+        #: (thread, what for, since when) of the thread that holds it, the outermost first
+        self._holders: list[tuple[str, str, float]] = []
 
     @contextmanager
-    def held_for(self, what: str) -> Iterator[None]:
+    def held_for(self, what: str, *, or_without: bool = False) -> Iterator[None]:
         """Hold the lock inside the block.
 
         Args:
             what: what is constructed, for the error of whoever waits for it.
+            or_without: go on without it where it would wait too long: transformers doesn't guard that at all.
 
         Raises:
             PatchConstructionError: another thread has held it for too long.
         """
-        self._acquire(what)
+        holder: tuple[str, str, float] | None = None
+        # While others take turns, the holder changes, and nothing is stuck.
+        while not self._lock.acquire(timeout=WAIT_SECONDS):
+            before, holder = holder, next(iter(self._holders), None)
+            if holder is None or (holder is not before and time.time() - holder[2] < WAIT_SECONDS):
+                continue
+            if or_without:
+                yield
+                return
+            thread, other, since = holder
+            raise PatchConstructionError(
+                f"{what} can't be constructed: the thread {thread!r} has been constructing {other} since "
+                f"{time.strftime('%H:%M:%S', time.localtime(since))}, for more than {WAIT_SECONDS:g} seconds. Models "
+                "are constructed one at a time, so an __init__ that waits for a thread which loads a model waits for "
+                "it in vain: load that model before, and hand it over."
+            )
         try:
-            self._holders.append(_Holder(what))
+            self._holders.append((threading.current_thread().name, what, time.time()))
             yield
         finally:
             self._holders.pop()
             self._lock.release()
-
-    @contextmanager
-    def held_if_it_comes_free(self, what: str) -> Iterator[None]:
-        """The same for what transformers doesn't guard at all: it goes on without it where it would wait too long."""
-        with ExitStack() as stack:
-            with suppress(PatchConstructionError):
-                stack.enter_context(self.held_for(what))
-            yield
-
-    def _acquire(self, what: str) -> None:
-        holder: _Holder | None = None
-        # While others take turns, the holder changes, and nothing is stuck.
-        while not self._lock.acquire(timeout=WAIT_SECONDS):
-            before, holder = holder, next(iter(self._holders), None)
-            since = holder.since if holder is not None else time.time()
-            if holder is not None and (holder is before or time.time() - since >= WAIT_SECONDS):
-                began = time.strftime("%H:%M:%S", time.localtime(since))
-                raise PatchConstructionError(
-                    f"{what} can't be constructed: the thread {holder.thread!r} has been constructing {holder.what} "
-                    f"since {began}, for more than {WAIT_SECONDS:g} seconds. Models are constructed one at a time, so "
-                    "an __init__ that waits for a thread which loads a model waits for it in vain: load that model "
-                    "before, and hand it over."
-                )
 
     def after_fork_in_child(self) -> None:
         """Let go of what a thread holds that the child doesn't have: it has the one that forked only."""

@@ -10,171 +10,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from inspect import isgenerator
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import PreTrainedModel
 
-from patcher.compat.modeling_code import Rebound, is_modeling_module
-from patcher.compat.models import DisableTorchFunction, inherit_loading_attributes, named_parameters
+from patcher.compat.modeling_code import is_modeling_module
+from patcher.compat.models import DisableTorchFunction, named_parameters
+from patcher.construction.held import attributes, tensors_in
 from patcher.construction.in_force import construction_around
-from patcher.construction.plain_tensors import attributes, tensors_in
-from patcher.errors import PatchConstructionError, PatcherError
-
-
-class MetaInit:
-    """Where the parameters of a replacement go while it is built: to meta, if the model is built there.
-
-    They are numbered in the order in which they are registered. Another parameter is registered in the place of each,
-    for the one that `__init__` has made may be somebody else's as well.
-
-    Args:
-        to_meta: whether the model is built on meta; where it is now, it is.
-        moved: the numbers of those that are moved, by default all.
-    """
-
-    def __init__(self, *, to_meta: bool = False, moved: Container[int] = range(sys.maxsize)) -> None:
-        self.to_meta = to_meta
-        #: what torch raised for want of a value
-        self.wanting: list[BaseException] = []
-        self._moved = moved
-        self._count = 0
-        # By identity, and not on the parameters, which may be somebody else's.
-        self._twins: Any = WeakIdKeyDictionary()
-        self._numbers: Any = WeakIdKeyDictionary()
-
-    def construct(
-        self, module: nn.Module, original: type[nn.Module], replacement: type[nn.Module], args: Any, kwargs: Any
-    ) -> None:
-        """Turn `module`, a bare object of `original`, into an initialised object of `replacement`.
-
-        Raises:
-            PatchConstructionError: `replacement` raised, or its objects have another layout in memory.
-        """
-        try:
-            _initialise(module, original, replacement, args, kwargs)
-            _check_is_module(module, replacement)
-        except PatcherError:
-            raise
-        except Exception as error:
-            if any(error is each for each in self.wanting):
-                raise without_value(replacement, f"something ({type(error).__name__}: {error})") from error
-            arguments = [_short(value) for value in args] + [f"{key}={_short(kwargs[key])}" for key in kwargs]
-            raise PatchConstructionError(
-                f"{replacement.__qualname__} could not be built in place of {original.__qualname__}"
-                f"{_where(error.__traceback__)}: {type(error).__name__}: {error}\n"
-                f"It was called as {replacement.__qualname__}({', '.join(arguments)}). A replacement is constructed "
-                f"with the arguments of {original.__qualname__}.__init__: take them all, or accept **kwargs."
-            ) from error
-
-    @contextmanager
-    def in_force(self) -> Iterator[None]:
-        """See to it that what has no value is on meta inside the block, and nothing else."""
-        # On the stock path everything is built under `torch.device("meta")`: there buffers must be made real.
-        self.to_meta = self.to_meta or torch.empty(0).device.type == "meta"
-        if not self.to_meta:
-            yield
-            return
-        _active.add(self)
-        try:
-            with torch.device("cpu"), _Mixing(self.wanting):
-                yield
-        finally:
-            _active.discard(self)
-
-    def register(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """What is registered in the place of a parameter, None for the parameter itself."""
-        if parameter in self._numbers:
-            return None  # it was registered before, under another name
-        if parameter in self._twins:
-            known: nn.Parameter = self._twins[parameter]
-            return known
-        number = self._count
-        self._count += 1
-        # The device that is put in force is a mode that every look at a tensor would pass through.
-        with DisableTorchFunction() if type(parameter) is nn.Parameter else nullcontext():
-            if parameter.is_meta or number not in self._moved:
-                self._numbers[parameter] = number
-                return None
-            twin = like(parameter, parameter.data.to("meta"))
-        self._numbers[twin] = number
-        self._twins[parameter] = twin
-        return twin
-
-    def lacks_value(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor, or what a module has in its place, has no value."""
-        return bool(self._twins.get(tensor, tensor).is_meta)
-
-    def numbers(self, module: nn.Module) -> dict[str, int]:
-        """The names of the parameters that were registered, and the places in which they were."""
-        named = ((name, self._numbers.get(parameter)) for name, parameter in named_parameters(module))
-        return {name: number for name, number in named if number is not None}
-
-
-#: Those in force, in whatever thread: mostly none, and then the hook has nothing to look up.
-_active: set[MetaInit] = set()
-_handle: Any = None
-
-
-def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-    if not _active or parameter is None:
-        return None
-    construction = construction_around()
-    if construction is None or construction.meta_init not in _active:
-        return None
-    return construction.meta_init.register(parameter)
-
-
-def watch_parameters() -> None:
-    """Put torch's registration hook in place; for threads that build no replacement it does nothing."""
-    global _handle
-    _handle = register_module_parameter_registration_hook(_on_registration)  # type: ignore[arg-type]
-
-
-def unwatch_parameters() -> None:
-    """Take the hook away."""
-    global _handle
-    _handle.remove()
-    _handle = None
-
-
-def without_value(replacement: type[nn.Module], what: str) -> PatchConstructionError:
-    """The error for what an `__init__` needs the value of a parameter for."""
-    return PatchConstructionError(
-        f"{replacement.__qualname__}.__init__ derives {what} from a parameter. While a model is loaded, or only its "
-        "names and shapes are wanted, parameters are on the meta device, without values: compute it in forward. What "
-        "depends on a shape alone is made from that: torch.zeros(weight.shape), not torch.zeros_like(weight)."
-    )
-
-
-def check_values(module: nn.Module, meta_init: MetaInit) -> None:
-    """Raise for what a replacement that was built on meta has computed from a parameter.
-
-    Of modules of transformers and torch that it builds, transformers and torch fill in what they compute.
-
-    Raises:
-        PatchConstructionError: a buffer, or a tensor in a plain attribute, has no value.
-    """
-    own = {id(part) for part in module.modules()}
-    for part in module.modules():
-        cls = type(part)
-        if is_modeling_module(cls.__module__) or cls.__module__.startswith("torch."):
-            continue
-        for name, buffer in part._buffers.items():
-            if buffer is not None and buffer.device.type == "meta":
-                raise without_value(cls, f"the buffer {name!r}")
-        for name, value in attributes(part):
-            if name.startswith("_flat_weight"):  # of `nn.RNNBase`, which sees to it when a weight is set
-                continue
-            if any(meta_init.lacks_value(tensor) for tensor in tensors_in(value, lambda each: id(each) in own)):
-                raise without_value(cls, f"the attribute {name!r}")
+from patcher.errors import PatchConstructionError
 
 
 class NoValues(TorchFunctionMode):
@@ -204,15 +53,85 @@ class NoValues(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Mixing(NoValues):
-    """Sees what torch raises for want of a value, and refuses what it computes without one.
+class MetaInit(NoValues):
+    """Where the parameters of a replacement go while it is built: to meta, if the model is built there.
 
-    A product of a real matrix with one on meta is uninitialised memory; what is added to a real tensor is left out.
+    They are numbered in the order in which they are registered. Another parameter is registered in the place of each,
+    for the one that `__init__` has made may be somebody else's as well.
+
+    As a mode it refuses what torch computes without a value: a product of a real matrix with one on meta is
+    uninitialised memory, and what is added to a real tensor is left out.
+
+    Args:
+        to_meta: whether the model is built on meta; where it is now, it is.
+        moved: the numbers of those that are moved, by default all.
     """
 
-    def __init__(self, wanting: list[BaseException]) -> None:
+    def __init__(self, *, to_meta: bool = False, moved: Container[int] = range(sys.maxsize)) -> None:
         super().__init__()
-        self._wanting = wanting
+        self.to_meta = to_meta
+        #: what torch raised for want of a value
+        self.wanting: list[BaseException] = []
+        self._moved = moved
+        self._count = 0
+        #: parameter -> what is registered, and its number; not on the parameters, which may be somebody else's
+        self._known: Any = WeakIdKeyDictionary()
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """See to it that what has no value is on meta inside the block, and nothing else."""
+        # On the stock path everything is built under `torch.device("meta")`: there buffers must be made real.
+        self.to_meta = self.to_meta or torch.empty(0).device.type == "meta"
+        if not self.to_meta:
+            yield
+            return
+        _active.add(self)
+        try:
+            with torch.device("cpu"), self:
+                yield
+        finally:
+            _active.discard(self)
+
+    def register(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """What is registered in the place of a parameter, None for the parameter itself."""
+        if parameter not in self._known:
+            registered, number = parameter, self._count
+            self._count += 1
+            # The device that is put in force is a mode that every look at a tensor would pass through.
+            with DisableTorchFunction() if type(parameter) is nn.Parameter else nullcontext():
+                if not parameter.is_meta and number in self._moved:
+                    registered = like(parameter, parameter.data.to("meta"))
+            self._known[parameter] = self._known[registered] = registered, number
+        registered, _ = self._known[parameter]
+        return None if registered is parameter else registered
+
+    def numbers(self, module: nn.Module) -> dict[str, int]:
+        """The names of the parameters that were registered, and the places in which they were."""
+        found = ((name, self._known.get(parameter)) for name, parameter in named_parameters(module))
+        return {name: known[1] for name, known in found if known is not None}
+
+    def check_values(self, module: nn.Module) -> None:
+        """Raise for what a replacement that was built on meta has computed from a parameter.
+
+        Of modules of transformers and torch that it builds, transformers and torch fill in what they compute.
+
+        Raises:
+            PatchConstructionError: a buffer, or a tensor in a plain attribute, has no value.
+        """
+        own = {id(part) for part in module.modules()}
+        for part in module.modules():
+            cls = type(part)
+            if is_modeling_module(cls.__module__) or cls.__module__.startswith("torch."):
+                continue
+            for name, buffer in part._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    raise without_value(cls, f"the buffer {name!r}")
+            for name, value in attributes(part):
+                if name.startswith("_flat_weight"):  # of `nn.RNNBase`, which sees to it when a weight is set
+                    continue
+                tensors = tensors_in(value, lambda each: id(each) in own)
+                if any(self._known.get(tensor, (tensor,))[0].is_meta for tensor in tensors):
+                    raise without_value(cls, f"the attribute {name!r}")
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         with DisableTorchFunction():
@@ -226,9 +145,34 @@ class _Mixing(NoValues):
                 if any(not tensor.is_meta for tensor in _tensors((result, *written))):
                     raise RuntimeError(f"{func.__name__} of real tensors and of tensors on the meta device")
         except Exception as error:
-            self._wanting.append(error)
+            self.wanting.append(error)
             raise
         return result
+
+
+#: Those in force, in whatever thread: mostly none, and then the hook has nothing to look up.
+_active: set[MetaInit] = set()
+
+
+def watch_parameters() -> RemovableHandle:
+    """Put torch's registration hook in place; for threads that build no replacement it does nothing."""
+    return register_module_parameter_registration_hook(_on_registration)  # type: ignore[arg-type]
+
+
+def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    construction = construction_around() if _active and parameter is not None else None
+    if construction is None or construction.meta_init not in _active:
+        return None
+    return construction.meta_init.register(parameter)
+
+
+def without_value(replacement: type[nn.Module], what: str) -> PatchConstructionError:
+    """The error for what an `__init__` needs the value of a parameter for."""
+    return PatchConstructionError(
+        f"{replacement.__qualname__}.__init__ derives {what} from a parameter. While a model is loaded, or only its "
+        "names and shapes are wanted, parameters are on the meta device, without values: compute it in forward. What "
+        "depends on a shape alone is made from that: torch.zeros(weight.shape), not torch.zeros_like(weight)."
+    )
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -247,75 +191,3 @@ def like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
         twin.__dict__.update(attributes)
         return twin
     return type(parameter)(data, requires_grad=parameter.requires_grad, **attributes)
-
-
-def _initialise(
-    module: nn.Module, original: type[nn.Module], replacement: type[nn.Module], args: Any, kwargs: Any
-) -> None:
-    if type(replacement).__call__ not in (type.__call__, Rebound.__call__):
-        # The metaclass has a say in how objects come into being: let it, then be what it made.
-        if issubclass(replacement, PreTrainedModel):
-            raise TypeError(
-                f"{type(replacement).__name__}, the metaclass of a model, has a __call__ of its own: the model is "
-                "known before that has returned. Move what it does into __init__."
-            )
-        _become(module, replacement(*args, **kwargs))
-        return
-    if replacement.__new__ is original.__new__:
-        module.__class__ = replacement
-    else:
-        _become(module, replacement.__new__(replacement, *args, **kwargs))
-        if not isinstance(module, replacement):
-            return  # as Python has it: what is made of another class is not initialised
-    inherit_loading_attributes(module, original)
-    if (returned := module.__init__(*args, **kwargs)) is not None:  # type: ignore[misc]
-        # Nobody else looks: Python does only where it calls `__init__` itself. A generator hasn't even begun.
-        raise PatchConstructionError(
-            f"{replacement.__qualname__}.__init__ returns an object of {type(returned).__name__}: it must return None"
-            f"{', so it must not contain yield' if isgenerator(returned) else ''}."
-        )
-
-
-def _check_is_module(module: nn.Module, replacement: type[nn.Module]) -> None:
-    """Raise for what torch can't take for a module.
-
-    Raises:
-        PatchConstructionError: with what to write in the class.
-    """
-    if "_parameters" not in module.__dict__:
-        raise PatchConstructionError(
-            f"{replacement.__qualname__}.__init__ doesn't call super().__init__(), so there is no module to put into "
-            "the model: call it first."
-        )
-    if getattr(type(module), "__hash__", None) is None:
-        raise PatchConstructionError(
-            f"{replacement.__qualname__} defines __eq__ and so has no hash, by which torch finds modules: add "
-            "__hash__ = torch.nn.Module.__hash__ to the class."
-        )
-
-
-def _become(module: nn.Module, other: nn.Module) -> None:
-    """Be another object in all but identity: whoever builds `module` holds on to it."""
-    attributes = module.__dict__
-    module.__class__ = type(other)
-    object.__setattr__(module, "__dict__", other.__dict__)
-    for name, value in attributes.items():  # what is known about `module`
-        module.__dict__.setdefault(name, value)
-
-
-def _short(value: Any) -> str:
-    text = repr(value) if isinstance(value, bool | int | float | str | None) else f"<{type(value).__name__}>"
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _where(traceback: TracebackType | None) -> str:
-    """The line of modeling code that constructs the object: the frame outside of this package."""
-    frame = traceback.tb_frame if traceback is not None else None
-    package = str(Path(__file__).parent.parent)
-    while frame is not None and frame.f_code.co_filename.startswith(package):
-        frame = frame.f_back
-    if frame is None:
-        return ""
-    owner, _, name = frame.f_code.co_qualname.rpartition(".")
-    inside = f" of {owner.rpartition('.')[2]}" if owner and not owner.endswith("<locals>") else ""
-    return f", in {name}{inside} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"

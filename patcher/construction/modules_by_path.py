@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,14 +11,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.compat.modeling_code import is_modeling_module
-from patcher.compat.models import stock_class
+from patcher.compat.models import named_modules, stock_class
 from patcher.construction.class_rules import Match
 from patcher.construction.construction import Construction
 from patcher.construction.in_force import InForce, Outcome
 from patcher.errors import PatchConflictError, PatchConstructionError
-
-#: What constructors of torch take besides what makes a module what it is.
-_PLACEMENT = frozenset({"device", "dtype"})
 
 
 def replace_modules(construction: Construction, model: PreTrainedModel) -> None:
@@ -33,92 +29,86 @@ def replace_modules(construction: Construction, model: PreTrainedModel) -> None:
         return
     used: dict[str, frozenset[tuple[InForce, str]]] = {}
     for depth in itertools.count():
-        modules = {path: module for path, module in model.named_modules(remove_duplicate=False) if path}
-        at_depth = [path for path in modules if path.count(".") == depth]
-        if not at_depth:
-            break
         paths_of: dict[int, list[str]] = {}
-        for path, module in modules.items():
+        for path, module in named_modules(model):
             paths_of.setdefault(id(module), []).append(path)
-        for path in at_depth:
-            module = modules[path]
-            paths = paths_of[id(module)]
-            match = None if path in used else _match(construction, module, path, paths, used)
-            if match is None:
-                continue
-            new = module
-            if type(module) is not match.replacement:  # as it is of a part that was loaded separately
-                args, kwargs = arguments_of(construction, path, module, match)
-                new = construction.build_in_place_of(module, stock_class(module), match, args, kwargs)
-            for each in paths:
-                parent, _, name = each.rpartition(".")
-                model.get_submodule(parent)._modules[name] = new
-                matched = construction.rules.matched_paths(each, _used_around(each, used))
-                used[each] = _used_around(each, used) | {(entry, str(key)) for entry, _, key in matched}
-                construction.outcome |= Outcome(frozenset(matched))
+        del paths_of[id(model)]
+        depths = [min(path.count(".") for path in paths) for paths in paths_of.values()]
+        if depth > max(depths, default=-1):
+            break
+        for at, paths in zip(depths, paths_of.values(), strict=True):
+            if at == depth and paths[0] not in used:
+                _replace(construction, model, paths, used)
+
+
+def _replace(
+    construction: Construction, model: nn.Module, paths: list[str], used: dict[str, frozenset[tuple[InForce, str]]]
+) -> None:
+    """Replace the module at some paths, if all of them are named.
+
+    Args:
+        used: the paths that are replaced, and the keys that have done it: they mean nothing inside of that.
+    """
+    rules, module = construction.rules, model.get_submodule(paths[0])
+    around = {path: _used_around(path, used) for path in paths}
+    found = {path: rules.match_path(path, stock_class(module), around[path]) for path in paths}
+    matches = {path: match for path, match in found.items() if match is not None}
+    if not matches:
+        return
+    path, match = next(iter(matches.items()))
+    if other := next((other for other in paths if other not in matches), None):
+        named = match.entry, "module_mapping"
+        problem = (
+            f"module_mapping: {match.key!r} names {path}, which is {other} as well: a module at two paths is replaced "
+            f"where both are named; add {other!r} with the same class"
+        )
+        construction.outcome |= Outcome(
+            frozenset({(*named, match.key)}), {(*named, ((path, other),)): lambda: problem}
+        )
+        return
+    for each, its in matches.items():
+        if its.replacement is not match.replacement:
+            raise PatchConflictError(
+                f"module_mapping: {path} and {each} are one module, and {match.key!r} maps it to "
+                f"{match.replacement.__qualname__}, {its.key!r} to {its.replacement.__qualname__}. Map both to "
+                "one class."
+            )
+    if type(module) is not match.replacement:  # as it is of a part that was loaded separately
+        module = rebuilt(construction, path, module, match)
+    for path in paths:
+        parent, _, name = path.rpartition(".")
+        model.get_submodule(parent)._modules[name] = module
+        keys = rules.keys_at(path, around[path])
+        used[path] = around[path].union(keys)
+        construction.outcome |= Outcome(frozenset((entry, "module_mapping", key) for entry, key in keys))
 
 
 def _used_around(path: str, used: dict[str, frozenset[tuple[InForce, str]]]) -> frozenset[tuple[InForce, str]]:
     """The keys that have replaced what is around the module at a path."""
-    segments = path.split(".")
-    outer = (".".join(segments[:length]) for length in range(1, len(segments)))
-    return frozenset().union(*(used.get(each, frozenset()) for each in outer))
+    return frozenset().union(*(keys for outer, keys in used.items() if path.startswith(f"{outer}.")))
 
 
-def _match(
-    construction: Construction,
-    module: nn.Module,
-    path: str,
-    paths: list[str],
-    used: dict[str, frozenset[tuple[InForce, str]]],
-) -> Match | None:
-    """What is built in place of the module at these paths, one of which is looked at: all of them must be named."""
-    cls = stock_class(module)
-    matches = {each: construction.rules.match_path(each, cls, _used_around(each, used)) for each in paths}
-    match = matches[path]
-    if match is None:
-        return None
-    for each, other in matches.items():
-        if other is None:
-            named = match.entry, "module_mapping"
-            problem = partial(_shared, match.key, path, each)
-            construction.outcome |= Outcome(frozenset({(*named, match.key)}), {(*named, ((path, each),)): problem})
-            return None
-        if other.replacement is not match.replacement:
-            raise PatchConflictError(
-                f"module_mapping: {path} and {each} are one module, and {match.key!r} maps it to "
-                f"{match.replacement.__qualname__}, {other.key!r} to {other.replacement.__qualname__}. Map both to "
-                "one class."
-            )
-    return match
-
-
-def _shared(key: str, path: str, other: str) -> str:
-    return (
-        f"module_mapping: {key!r} names {path}, which is {other} as well: a module at two paths is replaced where "
-        f"both are named; add {other!r} with the same class"
-    )
-
-
-def arguments_of(
-    construction: Construction, path: str, module: nn.Module, match: Match
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of the constructor of what is replaced by its path, or is fused.
+def rebuilt(construction: Construction, path: str, module: nn.Module, match: Match) -> nn.Module:
+    """What is replaced by its path, or is fused, built with the arguments that made the constructed module there.
 
     Raises:
-        PatchConstructionError: they can't be known.
+        PatchConstructionError: it can't be built, or the arguments can't be known.
     """
-    if id(module) in construction.arguments:
-        _, args, kwargs = construction.arguments[id(module)]
-        return args, kwargs
     cls = stock_class(module)
-    if cls.__module__.startswith("torch."):
-        return _attributes(path, module, match)
-    by = "a copy of another module" if is_modeling_module(cls.__module__) else f"built by code in {cls.__module__}"
-    raise PatchConstructionError(
-        f"{_named(path, match)}, and with which arguments the {cls.__qualname__} there was made can't be known: "
-        f"it is {by}. {_instead(path, match)}"
-    )
+    if found := (construction.arguments or {}).get(id(module)):
+        _, args, kwargs = found
+    elif cls.__module__.startswith("torch."):
+        args, kwargs = _attributes(path, module, match)
+    else:
+        by = "a copy of another module" if is_modeling_module(cls.__module__) else f"built by code in {cls.__module__}"
+        raise PatchConstructionError(
+            f"{_named(path, match)}, and with which arguments the {cls.__qualname__} there was made can't be known: "
+            f"it is {by}. {_instead(path, match)}"
+        )
+    new = match.original.__new__(match.original)
+    construction.build(new, match, args, kwargs)
+    new.train(module.training)
+    return new
 
 
 def _attributes(path: str, module: nn.Module, match: Match) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -131,7 +121,7 @@ def _attributes(path: str, module: nn.Module, match: Match) -> tuple[tuple[Any, 
     taken = inspect.signature(match.replacement).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
     for name, parameter in inspect.signature(type(module)).parameters.items():
-        if name in _PLACEMENT or name.startswith("_"):
+        if name in ("device", "dtype") or name.startswith("_"):  # not what makes a module what it is
             continue
         value = getattr(module, name, parameter)
         is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)

@@ -10,24 +10,22 @@ The copies see what the names of the module were bound to when they were made.
 
 from __future__ import annotations
 
-import copyreg
-import inspect
 import threading
 import weakref
-from types import CellType, FunctionType, MethodType
+from collections.abc import Mapping
+from types import CellType, FunctionType
 from typing import Any
 
-from patcher.compat.modeling_code import REBOUND, Rebound, unrebound
-from patcher.construction.init_hooks import own_members
+from patcher.compat.modeling_code import REBOUND
+from patcher.construction.gates import own_members, without_stand_ins
 from patcher.errors import PatchConstructionError
-from patcher.functions.calls import CallGraph, Use, closure_of, functions_in, is_followed, with_functions
-from patcher.functions.references import references_of
-from patcher.functions.rules import FunctionRules, Layers, named_object
-from patcher.layouts.carried import RECIPE, PickledClass
+from patcher.functions.graph import Edge, Graph, closure_of, is_followed, made_of
+from patcher.functions.rules import FunctionRules, Layers
+from patcher.layouts.carried import RECIPE, reduce_by_recipe
 
 lock = threading.RLock()
-#: mappings -> what was made for them, as long as a class of it lives
-_rebinders: weakref.WeakValueDictionary[Layers, Rebinder] = weakref.WeakValueDictionary()
+#: mappings -> what was made for them last, as long as a class of it lives
+rebinders: weakref.WeakValueDictionary[Layers, Rebinder] = weakref.WeakValueDictionary()
 
 
 class Rebinder:
@@ -35,108 +33,60 @@ class Rebinder:
 
     def __init__(self, layers: Layers) -> None:
         self.layers = layers
-        self.rules = FunctionRules(map(dict, layers))
-        self.graph = CallGraph(self.rules)
+        self.graph = Graph(FunctionRules(layers))
         self._functions: dict[int, FunctionType] = {}
         self._classes: dict[type, type] = {}
-        #: id of a namespace -> the names that its functions bind
-        self._written: dict[int, frozenset[str]] = {}
-        #: class -> its members with functions in them, as they were
-        self._members: dict[type, dict[str, Any]] = {}
-        #: id of a namespace -> it, as it was, and the copy
-        self._spaces: dict[int, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {}
+        #: id of a namespace -> its copy
+        self._spaces: dict[int, dict[str, Any]] = {}
 
-    def is_current(self) -> bool:
-        """Whether the names of the modules are bound to what they were when the copies were made."""
-        return (
-            all(named_object(key) is value for key, value in self.rules.named.items())
-            and all(
-                {*filter(_counts, space)} == {*filter(_counts, seen)}
-                and all(_original(space[name]) is value for name, value in seen.items() if _counts(name))
-                for space, seen, _ in self._spaces.values()
-            )
-            and all(_members(cls) == members for cls, members in self._members.items())
-        )
-
-    def add(self, cls: type) -> list[Use]:
+    def add(self, cls: type) -> list[Edge]:
         """Look at the functions of a class, and of those that it derives from, and at what these call."""
-        bases = list(filter(is_followed, cls.__mro__))
-        for base in bases:
-            if base not in self._members:
-                self._members[base] = _members(base)
-        roots = [use for base in bases for use in self.graph.members(base)]
+        roots = [edge for base in filter(is_followed, cls.__mro__) for edge in self.graph.members(base)]
         self.graph.add(roots)
         return roots
 
-    def function(self, function: FunctionType) -> FunctionType:
-        """A function that calls the replacements; itself, if it calls none of what they replace."""
-        if not self.graph.needs(function):
-            return function
-        made = self._functions.get(id(function))
-        if made is not None:
-            return made
-        uses = self.graph.nodes[id(function)].uses
-        named = {use.name: use for use in uses if use.name and not use.through and self.graph.changes(use)}
-        space = self._space(function.__globals__) if named else function.__globals__
+    def copy(self, value: Any) -> Any:
+        """What takes the place of a function, or of what is made of some; itself, if nothing is replaced in it."""
+        if (hit := self.graph.hit_of(value)) is not None:
+            return hit.replacement
+        if not self.graph.needs(value):
+            return value
+        if isinstance(value, FunctionType):
+            return self._functions.get(id(value)) or self._copy_of(value)
+        if (made := made_of(value)) is None:
+            return value
+        parts, make = made
+        return make(*map(self.copy, parts))
+
+    def _copy_of(self, function: FunctionType) -> FunctionType:
+        found = self.graph.nodes[id(function)].edges
+        named = {edge.name: edge for edge in found if edge.name and not edge.through and self.graph.changes(edge)}
+        space = function.__globals__
+        if named:  # what a load in another thread has put there for a while is taken out
+            space = self._spaces.setdefault(id(space), without_stand_ins(space))
         held = closure_of(function)
-        changed = {name for name, value in held.items() if any(map(self._changes, functions_in(value)))}
+        changed = {
+            name for name, value in held.items() if self.graph.changes(Edge(value, hit=self.graph.hit_of(value)))
+        }
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         closure = tuple(CellType() if name in changed else cell for name, cell in cells)
         made = FunctionType(function.__code__.replace(), space, function.__name__, None, closure or None)
         self._functions[id(function)] = made  # first: functions may call each other in a circle
-        for name, use in named.items():
-            space[name] = self.copy(function.__globals__[name]) if use.hit is None else use.hit.replacement
+        for name, edge in named.items():
+            space[name] = self.copy(function.__globals__[name]) if edge.hit is None else edge.hit.replacement
         for name, cell in zip(function.__code__.co_freevars, closure, strict=True):
             if name in changed:
                 cell.cell_contents = self.copy(held[name])
-        made.__defaults__ = _each(self.copy, function.__defaults__)
-        if function.__kwdefaults__ is not None:
-            made.__kwdefaults__ = {name: self.copy(value) for name, value in function.__kwdefaults__.items()}
+        made.__defaults__ = function.__defaults__ and tuple(map(self.copy, function.__defaults__))
+        made.__kwdefaults__ = self._copies(function.__kwdefaults__ or {}) or None
         for name in ("__qualname__", "__module__", "__doc__", "__annotations__", "__type_params__"):
             if hasattr(function, name):
                 setattr(made, name, getattr(function, name))
-        made.__dict__.update({name: self.copy(value) for name, value in vars(function).items()})
-        made.__dict__[REBOUND] = function
+        made.__dict__.update({**self._copies(vars(function)), REBOUND: function})
         return made
 
-    def _changes(self, function: FunctionType) -> bool:
-        return self.graph.changes(Use(function, hit=self.graph.hit_of(function)))
-
-    def copy(self, value: Any) -> Any:
-        """What takes the place of a value that has functions in it; itself, if they call none of what is replaced."""
-        return with_functions(value, self._copy)
-
-    def _copy(self, function: FunctionType) -> Any:
-        hit = self.graph.hit_of(function)
-        return self.function(function) if hit is None else hit.replacement
-
-    def _space(self, space: dict[str, Any]) -> dict[str, Any]:
-        """The copy of a namespace. What a load in another thread has put into it for a while is taken out."""
-        if id(space) not in self._spaces:
-            seen = {name: _original(value) for name, value in space.items()}
-            self._spaces[id(space)] = space, seen, dict(seen)
-        return self._spaces[id(space)][2]
-
-    def written_names(self, function: FunctionType) -> list[str]:
-        """The global names that a function reads and that code of its module binds: a copy would not see it."""
-        space = function.__globals__
-        if id(space) not in self._written:
-            functions = [value for value in space.values() if isinstance(value, FunctionType)]
-            for value in space.values():
-                if isinstance(value, type) and value.__module__ == space.get("__name__"):
-                    functions += [each for member in own_members(value).values() for each in functions_in(member)]
-            own = [each for each in map(inspect.unwrap, functions) if each.__globals__ is space]
-            self._written[id(space)] = frozenset(name for each in own for name in references_of(each.__code__).written)
-        found = references_of(function.__code__)
-        return sorted(({each.name for each in found.read} | found.written) & self._written[id(space)])
-
-    def attribute(self, value: Any) -> Any:
-        """What takes the place of a function or method that a module keeps as an attribute."""
-        if isinstance(value, MethodType):
-            function = value.__func__
-            made = self.function(function) if isinstance(function, FunctionType) else function
-            return value if made is function else MethodType(made, value.__self__)
-        return self.copy(value)
+    def _copies(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: self.copy(value) for name, value in named.items()}
 
     def class_of(self, cls: type) -> Any:
         """A class whose functions call the replacements: one derived from it, or itself, if it calls none."""
@@ -145,17 +95,16 @@ class Rebinder:
         own = {name: new for name, value in own_members(cls).items() if (new := self.copy(value)) is not value}
         # A base that changes comes right before the one that it was made of: what `super()` finds, it finds there.
         bases = [made for base in cls.__bases__ if is_followed(base) and (made := self.class_of(base)) is not base]
-        made = cls if not own and not bases else self._derived(cls, bases, own)
-        self._classes[cls] = made
+        made = self._classes[cls] = cls if not own and not bases else self._derived(cls, bases, own)
         return made
 
     def _derived(self, cls: type, bases: list[type], own: dict[str, Any]) -> type:
-        names = ("__module__", "__qualname__", "__doc__", "__firstlineno__")
+        names = ("__module__", "__doc__", "__firstlineno__")
         body = {name: vars(cls)[name] for name in names if name in vars(cls)}
-        body |= {"__qualname__": cls.__qualname__, **own, REBOUND: cls, _MADE_BY: self}
-        body |= {RECIPE: (rebound, cls, self.layers), "__reduce_ex__": _reduced_object}
+        body |= {"__qualname__": cls.__qualname__, **own, REBOUND: cls, _MADE_BY: self, "__new__": _new}
+        body |= {RECIPE: (rebound, cls, self.layers), "__reduce_ex__": reduce_by_recipe}
         try:
-            made: type = _metaclass(type(cls))(cls.__name__, (cls, *bases), body)
+            made: type = type(cls)(cls.__name__, (cls, *bases), body)
             return made
         except TypeError as error:
             raise PatchConstructionError(
@@ -164,84 +113,21 @@ class Rebinder:
             ) from error
 
 
-def rebinder_for(layers: Layers) -> Rebinder:
-    """What makes the copies for some function mappings: the same as before, if the modules have not changed."""
-    with lock:
-        found = _rebinders.get(layers)
-        if found is None or not found.is_current():
-            found = _rebinders[layers] = Rebinder(layers)
-        return found
-
-
 _MADE_BY = "_patcher_rebound_by"
-_metaclasses: dict[type, type] = {}
 
 
-def _metaclass(around: type) -> Any:
-    """The metaclass for classes derived from one with such a metaclass.
+def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """The `__new__` of such a class, which is made for one model.
 
-    They are pickled by what they were made of, for their name is that of another class.
+    What is made by calling it (`type(model)(config)`, `type(model).from_pretrained(...)`) is as it is without it.
     """
-    with lock:
-        if issubclass(around, Rebound):
-            return around
-        if around not in _metaclasses:
-            made = Rebound if around is type else type("Rebound", (Rebound, around), {})
-            copyreg.pickle(made, _reduced)
-            _metaclasses[around] = made
-        return _metaclasses[around]
-
-
-def _reduced(cls: type) -> Any:
-    make, *args = vars(cls).get(RECIPE, (None,))
-    return cls.__qualname__ if make is None else (make, tuple(args))
-
-
-def _reduced_object(self: Any, protocol: Any) -> Any:
-    cls = next(cls for cls in type(self).__mro__ if RECIPE in vars(cls))
-    original: Any = unrebound(cls)
-    reduced = original.__reduce_ex__(self, protocol)
-    if reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
-        return reduced
-    made, *args = reduced[1]
-    return _new, (PickledClass.of(made), *args), *reduced[2:]
-
-
-def _new(pickled: Any, *args: Any) -> Any:
-    cls = PickledClass.read(pickled)
-    return cls.__new__(cls, *args)
+    original = vars(cls).get(REBOUND)
+    return object.__new__(cls) if original is None else original(*args, **kwargs)
 
 
 def rebound(cls: type, layers: Layers) -> Any:
     """A class whose functions call other functions, as a pickle asks for it."""
     with lock:
-        rebinder = rebinder_for(layers)
+        rebinder = rebinders.setdefault(layers, Rebinder(layers))
         rebinder.add(cls)
         return rebinder.class_of(cls)
-
-
-def _counts(name: str) -> bool:
-    """Whether a name of a module is one that its code reads."""
-    return not name.startswith("__")
-
-
-def _members(cls: type) -> dict[str, Any]:
-    """The members of a class that have functions in them."""
-    members = own_members(cls)
-    counted = (name for name in members if _counts(name) or name == "__init__")
-    return {name: members[name] for name in counted if functions_in(members[name])}
-
-
-def _original(value: Any) -> Any:
-    """What a name is bound to where no load is under way."""
-    if isinstance(value, type):
-        return vars(value).get("_patcher_stands_for", value)
-    return _each(_original, value) if type(value) is tuple and any(isinstance(each, type) for each in value) else value
-
-
-def _each(change: Any, values: Any) -> Any:
-    """What becomes of each value; the same tuple, if none of them changes."""
-    if values is None:
-        return None
-    changed = tuple(map(change, values))
-    return values if all(new is old for new, old in zip(changed, values, strict=True)) else changed

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from patcher.source.alike import without_kernel
@@ -21,51 +20,61 @@ class Hit:
 
     Attributes:
         keys: (number of the mapping, key) of all that name it: that which decides, then those that it overrides.
+        callers: the names of the classes of a model that call it, directly or through other functions.
     """
 
     keys: tuple[tuple[int, str], ...]
     original: Any
     replacement: Any
+    callers: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return full_name(self.original)
+
+
+def full_name(function: Any) -> str:
+    """`module:name` of a function."""
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
+    module = getattr(function, "__module__", None)
+    return f"{module}:{name}" if module else str(name)
 
 
 class FunctionRules:
-    """Function mappings. The innermost wins; within one `module:name`, before a bare name.
+    """Function mappings. The innermost wins; within one `module:name`, before a bare name, before what it is like.
 
-    >>> FunctionRules([{"apply_rotary_pos_emb": print}]).hit("apply_rotary_pos_emb", max).replacement
+    >>> FunctionRules(((("apply_rotary_pos_emb", print),),)).hit("apply_rotary_pos_emb", max).replacement
     <built-in function print>
     """
 
-    def __init__(self, mappings: Iterable[Mapping[str, Callable[..., Any]]]) -> None:
-        self.layers: Layers = tuple(tuple(mapping.items()) for mapping in mappings)
-        #: key -> the function that it names, None where no such module is imported: no code has it from there
-        self.named: Mapping[str, Any] = MappingProxyType(
-            {key: named_object(key) for layer in self.layers for key, _ in layer if _is_named(key)}
-        )
-        self.has_likes = any(isinstance(key, Like) for layer in self.layers for key, _ in layer)
-        self.replacements = {id(function): function for layer in self.layers for _, function in layer}
+    def __init__(self, layers: Layers) -> None:
+        self.mappings = [dict(layer) for layer in layers]
+        keys = [key for mapping in self.mappings for key in mapping]
+        self.has_likes = any(isinstance(key, Like) for key in keys)
+        #: `module:name` -> the function, None where no such module is imported: no code has it from there
+        self.named = {key: _named(key) for key in keys if ":" in key and not isinstance(key, Like)}
+        self.replacements = {id(function): function for each in self.mappings for function in each.values()}
 
     def hit(self, name: str, value: Any) -> Hit | None:
         """What is called in place of a function that code knows by a name, None if it stays."""
         if isinstance(value, type) or not callable(value):
             return None
-        found: list[tuple[int, str]] = []
-        replacement: Any = None
-        for number, layer in enumerate(self.layers):
-            exact = [item for item in layer if item[0] in self.named and self.named[item[0]] is value]
-            by_name = [item for item in layer if item[0] in (name, getattr(value, "__name__", None))]
-            like = find_like(value, dict(layer)) if self.has_likes else None
-            alike = [item for item in layer if item[0] == like]
-            for key, function in (*exact, *by_name, *alike):
-                replacement = function if not found else replacement
-                found.append((number, key))
-        return Hit(tuple(found), value, replacement) if found and replacement is not value else None
+        exact = [key for key, function in self.named.items() if function is value]
+        found = [
+            (number, key)
+            for number, mapping in enumerate(self.mappings)
+            for key in (
+                *exact,
+                *dict.fromkeys((name, getattr(value, "__name__", None))),
+                find_like(value, mapping) if self.has_likes else None,
+            )
+            if key in mapping
+        ]
+        replacement = self.mappings[found[0][0]][found[0][1]] if found else value
+        return Hit(tuple(found), value, replacement) if replacement is not value else None
 
 
-def _is_named(key: str) -> bool:
-    return ":" in key and not isinstance(key, Like)
-
-
-def named_object(key: str) -> Any:
+def _named(key: str) -> Any:
     """What `module:name` names, None if there is no such thing, or its module isn't imported."""
     module, _, name = key.partition(":")
     return without_kernel(vars(sys.modules[module]).get(name)) if module in sys.modules else None

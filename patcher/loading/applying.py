@@ -23,7 +23,6 @@ from patcher.compat.conversions import (
     stock_conversions_from_scratch,
 )
 from patcher.compat.copies import has_gradient_hooks, is_compiled, share_storage
-from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import (
     ORIGINAL,
     LoadStateDictConfig,
@@ -37,11 +36,11 @@ from patcher.compat.models import (
 from patcher.compat.recorders import forget_recorded
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction
+from patcher.construction.gates import in_force
 from patcher.construction.in_force import Block, InForce, Outcome, entered, unpatched
-from patcher.construction.init_hooks import in_force
 from patcher.construction.lock import construction_lock
 from patcher.errors import InvalidPatcherError
-from patcher.functions.models import function_attributes
+from patcher.functions.models import restore_functions
 from patcher.layouts.either_layout import carry
 from patcher.layouts.selection import converts
 from patcher.loading.findings import Diagnostics, found_in_modules
@@ -71,7 +70,7 @@ _OF_A_LOAD = ("read", "routes", "dropped", "new_weights", "dropped_weights")
 def applied(patcher: Patcher, *, origin: str = "applied()") -> Iterator[Patcher]:
     """See `Patcher.applied`."""
     block = Block((InForce(patcher, origin),))
-    block.tell(found_in_modules(Construction(ClassRules(block.entries))))  # as long as nothing is built
+    block.outcome = found_in_modules(Construction(ClassRules(block.entries)))  # as long as nothing is built
     check_pins(patcher)
     with in_force(block, ClassRules((*block.entries, *entered())), models=True):
         yield patcher
@@ -93,11 +92,7 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
     # First: rebound classes were fused.
     unfuse(model, lambda path, carried: True, "Patcher().apply()", [replacement for _, replacement in replaced])
     record = record_of(model)
-    for _, module in named_modules(model):
-        module.__class__ = unrebound(type(module))
-        for name, value in function_attributes(module):
-            if (stock := unrebound(value)) is not value:
-                module.__dict__[name] = stock
+    restore_functions(model)
     made_of = {name: layout.fused for each in carriers_in(model) for layout in each.all for name in layout.stock}
     if made_of or any(ORIGINAL in vars(module) for _, module in named_modules(model)):
         left: list[InForce] = []  # functions are those of transformers by now, and so are the modules of most fusions

@@ -31,9 +31,9 @@ from patcher.compat.models import (
     ties,
 )
 from patcher.construction.construction import Built, Construction, Placed
-from patcher.construction.init_hooks import building
+from patcher.construction.gates import building
+from patcher.construction.held import attributes, tensors_in
 from patcher.construction.meta_init import MetaInit, like, without_value
-from patcher.construction.plain_tensors import attributes, tensors_in
 from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.layouts.sharded import one_piece, split_like
 from patcher.loading.missing_experts import MissingExperts
@@ -206,9 +206,9 @@ class InitialValues:
 
 
 @contextmanager
-def keeping_computed(outermost: Iterable[Built]) -> Iterator[None]:
+def keeping_computed(replacements: Iterable[nn.Module]) -> Iterator[None]:
     """Keep transformers' initialisation away from the buffers that replacements have computed."""
-    buffers = [buffer for built in outermost for _, buffer in _buffers("", built.module)]
+    buffers = [buffer for module in replacements for _, buffer in _buffers("", module)]
     fresh = [buffer for buffer in buffers if not is_initialized(buffer)]
     for buffer in fresh:
         mark_initialized(buffer)

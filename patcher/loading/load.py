@@ -28,8 +28,8 @@ from patcher.compat.parallel import sizes
 from patcher.compat.seams import not_called
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, Placed
+from patcher.construction.gates import building
 from patcher.construction.in_force import InForce, Outcome, in_force_for, tell_blocks
-from patcher.construction.init_hooks import building
 from patcher.construction.meta_init import NoValues
 from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherError
 from patcher.functions.models import NO_FUNCTIONS, Functions, full_name
@@ -237,7 +237,10 @@ def seen(
 ) -> tuple[Outcome, PatchRecord, Placed, list[tuple[str, PreTrainedModel]]]:
     """What was found and done, the outermost replacements, and the models; blocks around it are notified."""
     resolution: Resolution = construction.resolution or NO_CHANGE
-    chosen = {id(built.module): not built.entry.is_registry for built in construction.built}
+    built, rules = construction.built, dict[str, dict[str, None]]()
+    for one in built:
+        rules.setdefault(f"{one.match.field}[{one.match.key!r}]", {})[one.match.original.__name__] = None
+    chosen = {id(one.module): not one.match.entry.is_registry for one in built}
     modules = list(named_modules(model))  # once: walks are a good part of what a load of ours takes longer
     plan = resolution.fusion_plan
     fusions = plan.by_path
@@ -267,12 +270,12 @@ def seen(
         fusion_transforms=plan.transforms,
         functions=tuple((each.name, full_name(each.replacement), each.callers) for each in functions.replaced),
         rules=(
-            *((rule, tuple(names)) for rule, names in construction.rules_matched.items()),
-            *((each.rule, (each.name,)) for each in functions.replaced),
+            *((rule, tuple(names)) for rule, names in rules.items()),
+            *((f"function_mapping[{each.keys[0][1]!r}]", (each.name,)) for each in functions.replaced),
         ),
     )
     paths = {id(module): path for path, module in reversed(modules)}  # the first of several
-    outermost = [(paths[id(each.module)], each) for each in construction.outermost_built if id(each.module) in paths]
+    outermost = [(paths[id(each.module)], each) for each in built if each.outermost and id(each.module) in paths]
     return outcome, record, tuple(outermost), models
 
 

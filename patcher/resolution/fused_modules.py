@@ -11,8 +11,8 @@ from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import DisableTorchFunction, mark_original_class
 from patcher.construction.class_rules import Match
 from patcher.construction.construction import Construction
-from patcher.construction.init_hooks import cover_new_classes
-from patcher.construction.modules_by_path import arguments_of
+from patcher.construction.gates import cover_new_classes
+from patcher.construction.modules_by_path import rebuilt
 from patcher.fusions.families import is_our_own
 from patcher.fusions.fused_module import FusedModule, fuse, fuse_all
 from patcher.resolution.resolution import NO_CHANGE, Resolution, resolve_standing
@@ -22,8 +22,8 @@ def keep_arguments(construction: Construction) -> None:
     """Have constructor arguments kept, if modules may be built again: of families that aren't ours it isn't known."""
     patchers = [entry.patcher for entry in construction.rules.entries]
     if any(each.module_mapping or not all(map(is_our_own, each.fusions)) for each in patchers):
-        construction.keeps_arguments = True
-        cover_new_classes(all_classes=True)
+        construction.arguments = {}
+        cover_new_classes(construction.rules)
 
 
 def resolve_fusions(construction: Construction, model: PreTrainedModel) -> None:
@@ -36,7 +36,7 @@ def resolve_fusions(construction: Construction, model: PreTrainedModel) -> None:
 
 def rebuild_fused_modules(construction: Construction, model: PreTrainedModel) -> None:
     """Put modules of the fused classes in place of those that were built, before the model looks at its parts."""
-    if not construction.keeps_arguments:
+    if construction.arguments is None:
         return
     resolve_fusions(construction, model)
     resolution: Resolution = construction.resolution or NO_CHANGE
@@ -54,8 +54,7 @@ def rebuild_fused_modules(construction: Construction, model: PreTrainedModel) ->
             fusion = resolution.fusion_plan.by_path[path]
             entry = next(each for each in construction.rules.entries if fusion in each.patcher.fusions)
             match = Match(fusion, cls, entry, type(module), "fusions")
-            args, kwargs = arguments_of(construction, path, module, match)
-            new = fused[id(module)] = construction.build_in_place_of(module, type(module), match, args, kwargs)
+            new = fused[id(module)] = rebuilt(construction, path, module, match)
         parent._modules[name] = new
 
 

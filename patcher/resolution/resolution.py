@@ -18,8 +18,8 @@ from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import named_modules, original_class
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction
+from patcher.construction.gates import building
 from patcher.construction.in_force import InForce
-from patcher.construction.init_hooks import building
 from patcher.construction.lock import construction_lock
 from patcher.construction.meta_init import NoValues
 from patcher.display.shown import folded

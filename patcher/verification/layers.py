@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from patcher.compat.models import GradientCheckpointingLayer
-from patcher.construction.plain_tensors import TORCH_ATTRIBUTES
+from patcher.construction.held import TORCH_ATTRIBUTES
 from patcher.layouts.carried import CARRIED
 from patcher.patterns import inside, is_number
 from patcher.verification.numerics import Difference, difference, floating_tensors, hooked

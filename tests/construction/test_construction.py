@@ -141,11 +141,6 @@ class Returning(OwnMLP):
         return self.gate_proj.in_features
 
 
-class Unhashable(OwnMLP):
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Unhashable)
-
-
 class PlainRoot(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -154,10 +149,6 @@ class PlainRoot(nn.Module):
 
 def following(advice: str) -> dict[str, type[nn.Module]]:
     """The mapping with what an error says written into the class."""
-    code = re.search(r"__hash__ = [\w.]+", advice)
-    if code is not None:
-        assert eval(code[0].removeprefix("__hash__ = "), {"torch": torch}) is nn.Module.__hash__
-        return {"LlamaMLP": type("Hashable", (Unhashable,), {"__hash__": nn.Module.__hash__})}
     if "derive it from" in advice:
         return {"LlamaForCausalLM": type("Root", (LlamaForCausalLM,), {})}
     assert "super().__init__()" in advice or "must return None" in advice
@@ -174,10 +165,6 @@ NO_MODULES: dict[str, tuple[dict[str, Any], str]] = {
         r"Yielding\.__init__ returns an object of generator: it must return None, so it .* yield",
     ),
     "a value": ({"LlamaMLP": Returning}, r"Returning\.__init__ returns an object of int: it must return None\.$"),
-    "unhashable": (
-        {"LlamaMLP": Unhashable},
-        r"Unhashable defines __eq__ and so has no hash.* add __hash__ = torch\.nn\.Module",
-    ),
     "a plain root": (
         {"LlamaForCausalLM": PlainRoot},
         r"PlainRoot is to be the model itself in place of LlamaForCausalLM.* derive it",
@@ -322,12 +309,12 @@ def test_a_load_under_the_registry_leaves_nothing(llama: Path, nothing_is_left: 
 
 def test_without_a_patcher_nothing_is_covered_or_looked_for(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Row 11, structurally: a load that nobody patches puts up no gate and looks at no class."""
-    from patcher.construction import class_rules, init_hooks
+    from patcher.construction import class_rules, gates
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a scope was opened")
 
-    monkeypatch.setattr(init_hooks._Cover, "__init__", fail)
+    monkeypatch.setattr(gates.Cover, "__init__", fail)
     monkeypatch.setattr(class_rules, "module_subclasses", fail)
     LlamaForCausalLM.from_pretrained(llama)
     LlamaForCausalLM._from_config(tiny_llama_config())

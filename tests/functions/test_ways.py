@@ -14,7 +14,7 @@ from torch import nn
 
 from patcher.errors import PatchConstructionError
 from patcher.functions import rebinding
-from patcher.functions.models import find_functions, swap_functions
+from patcher.functions.models import find_functions, restore_functions, swap_functions
 from tests.functions import modeling_ways, modeling_ways_elsewhere
 
 WAYS = {
@@ -46,7 +46,7 @@ REFUSED = {
     "NotThroughAnObject": "through wrapped, a Wrapper",
     "NotInAHiddenClosure": "through its variable 'held', a list",
     "NotAPartialMethod": "through forward, a partialmethod",
-    "NotWithAGlobal": "beside the global 'counted', which changes while it runs",
+    "NotWithAGlobal": "through a function that binds the global 'counted', as its copy would not",
     "NotAClosureThatChanges": "through its variable 'function', which changes",
 }
 
@@ -89,6 +89,14 @@ def test_a_call_is_followed(way: str) -> None:
     for again in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert value(again) == 3
         assert type(again) is type(module)
+
+
+@pytest.mark.parametrize("way", [way for way in FOLLOWED if way != "AsAnAttribute"])
+def test_a_call_is_restored(way: str) -> None:
+    module = replaced(WAYS[way]())
+    restore_functions(module)
+    assert value(module) == 2
+    assert type(module) is WAYS[way]
 
 
 def test_an_init_may_keep_what_calls_a_function_that_is_replaced() -> None:
@@ -147,7 +155,7 @@ def test_a_function_of_a_module_wins_over_a_bare_name_and_the_inner_mapping_over
 
 
 def test_modules_of_one_class_share_one_class_and_those_of_another_mapping_have_another() -> None:
-    one, two = (type(replaced(WAYS["BySuper"]())) for _ in range(2))
+    one, two = map(type, replaced(nn.Sequential(WAYS["BySuper"](), WAYS["BySuper"]())).children())
     assert one is two
     assert type(replaced(WAYS["BySuper"](), ((("double", times(4)),),))) is not one
 
@@ -155,12 +163,12 @@ def test_modules_of_one_class_share_one_class_and_those_of_another_mapping_have_
 def test_what_was_made_is_forgotten_with_its_objects() -> None:
     import gc
 
-    before = set(rebinding._rebinders)
+    before = set(rebinding.rebinders)
     module = replaced(WAYS["BySuper"](), ((("double", times(4)),),))
-    assert len(set(rebinding._rebinders) - before) == 1
+    assert len(set(rebinding.rebinders) - before) == 1
     del module
     gc.collect()
-    assert set(rebinding._rebinders) <= before
+    assert set(rebinding.rebinders) <= before
 
 
 def test_a_class_is_called_as_the_one_that_it_was_made_of() -> None:

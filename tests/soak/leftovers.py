@@ -15,9 +15,8 @@ from pathlib import Path
 
 from torch import nn
 
+from patcher.construction.gates import Cover, bound
 from patcher.construction.in_force import entered, registered_patcher
-from patcher.construction.init_hooks import _Cover, _Gate
-from patcher.construction.namespaces import _Binding
 from tests.support.snapshot import Snapshot, changes, snapshot
 
 
@@ -51,9 +50,8 @@ def imported() -> Counter[str]:
 
 def gates() -> Counter[str]:
     """What this package has in place while a patcher is in force somewhere."""
-    found = Counter(f"gate of {cls.__name__}" for cls in _Gate.installed)
-    found += Counter(f"cover of {cover.rules.entries}" for cover in _Cover.active)
-    found += Counter(f"stand-in for {key}" for _, key in _Binding.made)
+    found = Counter(f"gate or stand-in: {each.key} of {each.container}" for each in bound.values())
+    found += Counter(f"cover of {cover.rules.entries}" for cover in Cover.active)
     found += Counter(f"in force: {entry}" for entry in entered())
     return found + Counter(f"registered: {key}" for key in registered_patcher().class_mapping)
 

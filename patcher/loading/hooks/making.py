@@ -11,8 +11,8 @@ from patcher.compat.models import stock_class
 from patcher.compat.seams import Stock, seam
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction
+from patcher.construction.gates import building, cover_new_classes
 from patcher.construction.in_force import construction_around, entered, in_force_for
-from patcher.construction.init_hooks import building, cover_new_classes, cover_new_model
 from patcher.construction.lock import construction_lock
 from patcher.construction.modules_by_path import replace_modules
 from patcher.errors import InvalidPatcherError, PatchConstructionError
@@ -60,7 +60,8 @@ def init(stock: Stock, self: PreTrainedModel, config: Any, *args: Any, **kwargs:
     if construction is None and entered():
         raise PatchConstructionError(
             f"{type(self).__name__}.__init__ was reached around the gate that a block puts on it, so no patcher can "
-            "follow what it builds: another tool has replaced it. Use that tool before the block begins."
+            "follow what it builds: the class was defined in the block, or another tool has replaced its __init__. "
+            "Define it, and use that tool, before the block begins."
         )
     if construction is not None and construction.root in (None, self):
         construction.root = self
@@ -68,16 +69,10 @@ def init(stock: Stock, self: PreTrainedModel, config: Any, *args: Any, **kwargs:
     stock(self, config, *args, **kwargs)
 
 
-@seam("transformers.modeling_utils:PreTrainedModel.__init_subclass__")
-def init_subclass(stock: Stock, cls: type[PreTrainedModel], **kwargs: Any) -> None:
-    stock(cls, **kwargs)
-    cover_new_model(cls)
-
-
 @seam("transformers.modeling_utils:PreTrainedModel.post_init")
 def post_init(stock: Stock, self: PreTrainedModel) -> None:
     # Built by hand as well: it rebinds `torch.nn.init` here, and a load in another thread has rebound `tie_weights`.
-    with construction_lock.held_if_it_comes_free(type(self).__name__):
+    with construction_lock.held_for(type(self).__name__, or_without=True):
         _initialise(stock, self)
 
 
@@ -106,9 +101,9 @@ def _initialise(stock: Stock, self: PreTrainedModel) -> None:
         replace_functions(construction, self)
         if not construction.is_skeleton:
             rebuild_fused_modules(construction, self)
-    with keeping_computed(construction.outermost_built):
+    with keeping_computed(built.module for built in construction.built if built.outermost):
         stock(self)
     if is_root:
         construction.is_constructed = True
         if construction.by_hand:
-            construction.at_end = functools.partial(finish_by_hand, construction, self)
+            construction.at_end = [functools.partial(finish_by_hand, construction, self)]

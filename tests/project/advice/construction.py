@@ -136,19 +136,6 @@ def one_module_at_two_paths(at: Place) -> Steps:
     assert type(model.shared) is type(model.again) is LinearLike
 
 
-class Equal(LlamaMLP):
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Equal)
-
-
-@advice("defines __eq__ and so has no hash, by which torch finds modules: add __hash__ = torch.nn.Module.__hash__ to ")
-def a_module_without_a_hash(at: Place) -> Steps:
-    said = yield lambda: load(at.llama, instead_of_mlp(Equal))
-    name, _, value = said.partition(": add ")[2].partition(" to the class")[0].partition(" = ")
-    hashable = type("Hashable", (Equal,), {name: eval(value, {"torch": torch})})
-    assert same(load(at.llama, instead_of_mlp(hashable)), at.llama)
-
-
 class Calling(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__call__(*args, **kwargs)
@@ -156,7 +143,7 @@ class Calling(type):
         return made
 
 
-@advice("has a __call__ of its own: the model is known before that has returned. Move what it does into __init__.")
+@advice("of its own, and takes the place of an object that has been made already. Move what it does into __init__.")
 def a_model_with_a_metaclass(at: Place) -> Steps:
     class Called(LlamaForCausalLM, metaclass=Calling):
         pass
@@ -177,7 +164,7 @@ class GivenAnInit(LlamaForCausalLM):
         super().__init__(config)
 
 
-@advice("follow what it builds: another tool has replaced it. Use that tool before the block begins.")
+@advice("or another tool has replaced its __init__. Define it, and use that tool, before the block begins.")
 def a_model_whose_init_is_replaced_in_a_block(at: Place) -> Steps:
     stock = GivenAnInit.__init__
 

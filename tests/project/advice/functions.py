@@ -45,9 +45,7 @@ class LatePart(Part):
         return tripled(self.linear(x) + self.offset)
 
 
-@advice(
-    "gets at it {}, not by a plain call of a global name, and that would go on calling the original. Replace {} as a "
-)
+@advice("function_mapping: {} can't be replaced for {} alone: {}. Replace {} as a whole instead, with class_mapping.")
 def a_function_in_a_table(at: Place) -> Steps:
     said = yield lambda: made(Patcher(function_mapping={"late": tripled}))
     assert torch.equal(made(instead(said, LatePart))(ONES), 3 * made(Patcher())(ONES))
@@ -107,7 +105,7 @@ class Beginning(TinyModel):
         self.first = 15.0
 
 
-@advice("{}.__init__ calls it, and has run before functions are replaced. Replace {} as a whole instead, with class_m")
+@advice("function_mapping: {} can't be replaced for {} alone: {}. Replace {} as a whole instead, with class_mapping.")
 def a_function_that_the_model_calls_first_of_all(at: Place) -> Steps:
     said = yield lambda: made(Patcher(function_mapping={"beginning": tripled}))
     assert torch.equal(made(instead(said, Beginning))(ONES), 3 * made(Patcher())(ONES))

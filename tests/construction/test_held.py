@@ -1,0 +1,27 @@
+"""What an object holds, however its class has itself read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from patcher.construction.held import parts_of
+
+
+class Frozen(list[Any]):
+    """As `FrozenList` of pandas, and a mapping that imports a file for each entry: reading it is its own affair."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("iterated by somebody")
+
+    def __radd__(self, other: Any) -> Frozen:
+        return Frozen([*other, *self])
+
+    def pop(self, *args: Any) -> Any:
+        raise TypeError("'Frozen' does not support mutable operations.")
+
+
+def function() -> None: ...
+
+
+def test_a_list_of_another_class_is_looked_into() -> None:
+    assert {*parts_of(Frozen([function, 1]))} == {function, Frozen}
