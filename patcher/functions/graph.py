@@ -83,6 +83,7 @@ class Graph:
         self.rules = rules
         self.nodes: dict[int, Node] = {}
         self._needing: set[int] | None = None
+        self._written: dict[int, frozenset[str]] = {}
 
     def add(self, edges: Iterable[Edge]) -> None:
         """Look at what edges lead to, and at all that it refers to."""
@@ -192,13 +193,24 @@ class Graph:
         for each in (*handed, *closed_over.values()) if tables else ():
             if isinstance(each, FunctionType) and id(each) not in called:
                 node.choices[id(each)] = each, tables[0]
-        for name in references.written:
-            through = f"a function that binds the global {name!r}, as its copy would not"
+        used = {reference.name for reference in references.read}.union(references.written)
+        for name in sorted(used & self._written_in(space)):
+            through = f"a function that uses the global {name!r}, which changes"
             node.edges = [edge._replace(through=edge.through or through) for edge in node.edges]
         wrapped = vars(function).get("__wrapped__")
         held = [part for edge in node.edges for part in (edge.to, *(made_of(edge.to) or ((),))[0])]
         if isinstance(wrapped, FunctionType) and not any(wrapped is part for part in held):
             node.edges.append(self.edge(wrapped, "its decorator", is_fixed=True))
+
+    def _written_in(self, space: dict[str, Any]) -> frozenset[str]:
+        """The global names that functions of a module bind: a copy of its namespace would not see it."""
+        if id(space) not in self._written:
+            classes = [each for each in space.values() if getattr(each, "__module__", "") == space.get("__name__")]
+            held = [each for cls in classes if isinstance(cls, type) for each in own_members(cls).values()]
+            functions = [inspect.unwrap(getattr(each, "__func__", each)) for each in (*space.values(), *held)]
+            own = [each for each in functions if isinstance(each, FunctionType) and each.__globals__ is space]
+            self._written[id(space)] = frozenset(name for each in own for name in references_of(each.__code__).written)
+        return self._written[id(space)]
 
     def _read(self, node: Node, value: Any, reference: Reference) -> None:
         """What a function does with what a global name is bound to."""

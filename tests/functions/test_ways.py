@@ -46,7 +46,8 @@ REFUSED = {
     "NotThroughAnObject": "through wrapped, a Wrapper",
     "NotInAHiddenClosure": "through its variable 'held', a list",
     "NotAPartialMethod": "through forward, a partialmethod",
-    "NotWithAGlobal": "through a function that binds the global 'counted', as its copy would not",
+    "NotWithAGlobal": "through a function that uses the global 'counted', which changes",
+    "NotBesideAGlobal": "through a function that uses the global 'kernel', which changes",
     "NotAClosureThatChanges": "through its variable 'function', which changes",
 }
 
