@@ -124,7 +124,7 @@ def model_class_of(
     if found := next(filter(None, [*known.values(), class_in(transformers.AutoModel, config)]), None):
         return found
     raise InvalidPatcherError(
-        f"No Auto class knows {type(config).__name__}, and it names no class; pass model_class=."
+        f"No Auto class knows {type(config).__name__}, and it names no architecture; pass model_class=."
     )
 
 

@@ -168,7 +168,7 @@ def test_the_warning_points_at_the_line_of_the_user(enter: Callable[[Patcher], o
 
 def test_the_advice_of_a_drifted_pin_is_followed(llama: Path) -> None:
     pinned = Patcher({"LlamaRMSNorm": MyNorm}, fingerprints={"LlamaRMSNorm": "0" * 16})
-    with pytest.raises(PresetDriftError, match=r"give it: patcher.replace\(fingerprints=\{...\}\)") as caught:
+    with pytest.raises(PresetDriftError, match=r"found by patcher\.replace\(fingerprints=\{...\}\)") as caught:
         AutoModelForCausalLM.from_pretrained(llama, patcher=pinned)
     (found,) = re.findall("found ([0-9a-f]{16})", str(caught.value))
     mended = pinned.replace(fingerprints={"LlamaRMSNorm": found})
