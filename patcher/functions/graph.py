@@ -279,9 +279,15 @@ def _held_by(value: Any) -> list[Any]:
         if issubclass(value, nn.Module | torch.Tensor):
             return []
         return [member for cls in filter(is_followed, value.__mro__) for member in own_members(cls).values()]
+    if type(value) in (tuple, dict) and all(without_kernel(part) is not part for part in _elements(value)):
+        return []  # what `kernels` keeps of a class for `use_kernels=True`, and doesn't call
     if isinstance(value, _CONTAINERS) or is_followed(type(value)):
         return parts_of(value)
     return [each for each in getattr(value, "__dict__", {}).values() if isinstance(each, FunctionType)]
+
+
+def _elements(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def closure_of(function: FunctionType) -> dict[str, Any]:
