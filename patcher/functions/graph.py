@@ -287,7 +287,8 @@ def _held_by(value: Any) -> list[Any]:
 
 
 def _elements(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
+    """What a plain container holds; nothing of a dict of a kind of its own, which may import a file for each entry."""
+    return value.values() if type(value) is dict else value if isinstance(value, list | tuple | set) else ()
 
 
 def closure_of(function: FunctionType) -> dict[str, Any]:
@@ -329,8 +330,7 @@ def _shared(name: str, value: Any) -> list[Any]:
     """The functions in a table that all models share: transformers has it outside of the files of its models."""
     if _is_registry(value):
         return registered(value)
-    listed = value.values() if type(value) is dict else value if isinstance(value, list | tuple | set) else ()
-    functions = [each for each in listed if isinstance(each, FunctionType)]
+    functions = [each for each in _elements(value) if isinstance(each, FunctionType)]
     modules = list(sys.modules.items()) if functions else []
     homes = (home for home, module in modules if getattr(module, "__dict__", {}).get(name) is value)
     return functions if any(map(_is_of_all_models, homes)) else []
