@@ -175,6 +175,7 @@ def more_than_values(rows: torch.Tensor, whole: torch.Tensor, value: Any, *, is_
 
 def holding(module: Any, name: str) -> tuple[str, ...]:
     """The parameters that hold what a fused module had under a name; none where the name is its own."""
+    # Not by carried_by: a load looks up so many names that each would be one more way into the other file and back.
     carried: ModuleLayouts | None = vars(module).get(CARRIED)
     for layout in carried.layouts if carried is not None else ():
         if any(stock.partition(".")[0] == name for stock in layout.stock):
