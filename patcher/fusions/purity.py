@@ -15,6 +15,7 @@ import functools
 import inspect
 import logging
 import math
+import re
 from collections.abc import Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -71,6 +72,8 @@ _PRODUCTS = (
 _CONSTANTS = (type(None), int, float, str, torch.dtype, torch.device)
 _LOGGERS = (logging.Logger, logging.LoggerAdapter)
 _WRITING_SETTINGS = ("inplace", "max_norm")
+#: Methods of caches that give memory of the cache, which is written to as `update` does it.
+_STATES = frozenset(name for name in dir(transformers.Cache) if re.fullmatch("get_[a-z]+_state", name))
 _DEPTH = 4
 
 #: What runs code that its node doesn't show, or at another time.
@@ -110,6 +113,7 @@ class Body:
     Args:
         module: what its first parameter is, where that is a module.
         values: its parameters that are given values.
+        states: those of them that are given the state of a cache, or None.
         tensors: its variables that are known to be tensors, whatever is assigned to them.
         parts: the children whose calls give new tensors, and aren't looked at.
         runs: the nodes that may have run, where not all of them may: others assign nothing.
@@ -124,6 +128,7 @@ class Body:
         method: Method,
         module: nn.Module | None = None,
         values: Iterable[str] = (),
+        states: Iterable[str] = (),
         *,
         tensors: Iterable[str] = (),
         parts: Iterable[str] = (),
@@ -134,7 +139,7 @@ class Body:
         known: dict[Any, Any] | None = None,
     ) -> None:
         self.method, self.module, self.parts, self.depth = method, module, frozenset(parts), depth
-        self.is_lenient, self.since = is_lenient, since
+        self.is_lenient, self.since, self.states = is_lenient, since, frozenset(states)
         self.this = self_of(method.node) if module is not None else ""
         #: what functions were found to be that are followed from here
         self.known = known if known is not None else {}
@@ -245,6 +250,22 @@ class Body:
                 return self.call(node)[0]
         return False
 
+    def is_state(self, node: ast.AST | None) -> bool:
+        """Whether it is the state of a cache, which has memory of its own, or None."""
+        match node:
+            case ast.Name(id=name) if name in self.states or name not in parameters_of(self.method.node):
+                made = self.assigned.get(name, [])
+                return bool(made or name in self.states) and all(map(self._gives_state, made))
+        return self._gives_state(node)
+
+    def _gives_state(self, node: ast.AST | None) -> bool:
+        match node:
+            case ast.IfExp(body=one, orelse=other):
+                return self._gives_state(one) and self._gives_state(other)
+            case ast.Call(func=ast.Attribute(value=owner, attr=attr)):
+                return attr in _STATES and not self.is_own(owner) and self.is_value(owner)
+        return isinstance(node, ast.Constant) and node.value is None
+
     def is_new(self, node: ast.AST | None) -> bool:
         """Whether it is a tensor with memory of its own, a number, or a container."""
         match node:
@@ -281,7 +302,8 @@ class Body:
     def unknown_operand(self, node: ast.AST) -> ast.expr | None:
         """What an operator is of that isn't known to be a value, and may be given a tensor by it."""
         operands = _operands(node)
-        unknown = next((each for each in operands if not self.is_value(each)), None)
+        tables = [each for each in operands if isinstance(self.outside(each), type(ACT2FN))]
+        unknown = next((each for each in operands if each not in tables and not self.is_value(each)), None)
         return None if all(each is unknown or isinstance(each, ast.Constant) for each in operands) else unknown
 
     def is_own(self, node: ast.AST) -> bool:
@@ -390,6 +412,8 @@ class Body:
         owner, name = node.func.value, node.func.attr
         if self._is_attention(node):
             return False, ""
+        if name == "copy_" and self.is_state(owner):
+            return True, ""
         if name in _CHANGING or name.startswith("_") or name.endswith("_"):
             return False, "it may write in place"
         if self.is_lenient and name == "view" and not self.is_own(owner) and [*map(ast.unparse, node.args)] == ["-1"]:
@@ -493,19 +517,22 @@ class Body:
         try:
             method = read_function(function)
             names = parameters_of(method.node)[0 if module is None else 1 :]
+            states = {name for name, each in zip(names, node.args, strict=False) if self.is_state(each)}
             given = dict(zip(names, map(self.is_value, node.args), strict=False))
             if any(isinstance(each, ast.Starred) for each in node.args):
-                given = dict.fromkeys(names, False)
+                given, states = dict.fromkeys(names, False), set()
             given |= {each.arg: self.is_value(each.value) for each in node.keywords if each.arg is not None}
             is_complete = not any(each.arg is None for each in node.keywords)
             if is_complete:
                 defaults = {name: each.default for name, each in inspect.signature(function).parameters.items()}
                 given = {name: isinstance(value, _CONSTANTS) for name, value in defaults.items()} | given
-            return self._result_of(method, module, {name for name in names if given.get(name)}), ""
+            return self._result_of(method, module, {name for name in names if given.get(name)}, states), ""
         except NotUnderstoodError as error:
             return False, str(error)
 
-    def _result_of(self, method: Method, module: nn.Module | None, values: Iterable[str]) -> bool:
+    def _result_of(
+        self, method: Method, module: nn.Module | None, values: Iterable[str], states: Iterable[str]
+    ) -> bool:
         """Whether what it gives is a value.
 
         Raises:
@@ -513,10 +540,12 @@ class Body:
         """
         if self.depth >= _DEPTH:
             raise NotUnderstoodError("it goes too deep")
-        key = method.function, frozenset(values), id(module)
+        key = method.function, frozenset(values), frozenset(states), id(module)
         if key not in self.known:
             self.known[key] = NotUnderstoodError("it calls itself")
-            body = Body(method, module, values, is_lenient=self.is_lenient, depth=self.depth + 1, known=self.known)
+            body = Body(
+                method, module, values, states, is_lenient=self.is_lenient, depth=self.depth + 1, known=self.known
+            )
             try:
                 check(body, (node for statement in method.node.body for node in ast.walk(statement)))
                 results = [node.value for node in ast.walk(method.node) if isinstance(node, ast.Return)]

@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import DebertaV2Config, DebertaV2ForMaskedLM, DynamicCache, PvtV2Config, PvtV2ForImageClassification
+from transformers import (
+    Cache,
+    DebertaV2Config,
+    DebertaV2ForMaskedLM,
+    DynamicCache,
+    PvtV2Config,
+    PvtV2ForImageClassification,
+)
 
 from patcher import Patcher
 from patcher.compat.standing_alone import are_values
@@ -462,6 +469,31 @@ def test_what_is_no_value_runs_the_original(method: str, tmp_path: Path) -> None
     assert form_of(source, tmp_path / "form.py").checked == ("self.are_values(extra)",)
     for extra in (None, unlike):
         torch.testing.assert_close(fused(x.clone(), extra), stock(x.clone(), extra), atol=1e-9, rtol=0)
+
+
+#: what writes into its second argument, as the convolutions of linear attention do into the state of a cache
+STEP = "def step(t, state):\n    state.copy_(torch.cat([state, t])[-len(state):])\n    return t * 2\n"
+#: what is between the projections -> what the refusal says; "" where it is passed over
+STATES = {
+    "state = extra.get_conv_state(0)\nstep(x, state)": "",
+    "state = None if extra is None else extra.get_recurrent_state(0)\nif state is not None:\n    step(x, state)": "",
+    "state = extra.get_conv_state(0)\nstep(state, x)": r"'state\.copy_.*' \(it may write in place\)",
+    "state = extra.get_conv_state(0) if extra else x\nstep(x, state)": r"'state\.copy_.*' \(it may write in place\)",
+    "state = extra.get_conv_state(0)\nstate = x\nstep(x, state)": r"'state\.copy_.*' \(it may write in place\)",
+    "state = extra.view(0)\nstep(x, state)": r"'state\.copy_.*' \(it may write in place\)",
+    "state = self.kept.get_conv_state(0)\nstep(x, state)": r"what 'self\.kept' is isn't known",
+    "state = extra.get_conv_state(0)\nstate.set_(x)\nstep(x, state)": r"'state\.set_\(x\)' \(it may write in place\)",
+}
+
+
+@pytest.mark.parametrize("statements", STATES)
+def test_the_state_of_a_cache_may_be_written_to(statements: str, tmp_path: Path) -> None:
+    reason = QKV().refusal(module_of(between(statements, helpers=STEP), tmp_path / "odd.py"))
+
+    if hasattr(Cache, "get_conv_state"):  # the oldest release has none
+        assert re.search(STATES[statements] or "^$", reason)
+    else:
+        assert "it may write in place" in reason or "isn't known" in reason
 
 
 VALUES = [None, 1, 0.5, "a", torch.zeros(1), [1, (2.0, {"a": torch.zeros(1)})], DynamicCache(), torch.Size([1])]
