@@ -147,7 +147,7 @@ def _weighed_for_each_token(model: Any, folder: Path) -> Any:
 
 
 UNMERGED: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
-    "X-LoRA": (_weighed_for_each_token, "it changes what the weights are given, not them"),
+    "X-LoRA": (_weighed_for_each_token, "it changes inputs, not weights"),
     "Poly": (lambda *_: PolyConfig(target_modules=["q_proj"], r=2), "PEFT says NotImplementedError"),
     "activated LoRA": (
         lambda *_: LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[3], task_type="CAUSAL_LM"),
