@@ -17,7 +17,7 @@ import typer
 from patcher import presets
 from patcher.checkpoints.model_classes import config_of
 from patcher.cli.options import WHAT
-from patcher.display.shown import numbered
+from patcher.display.shown import pluralize
 from patcher.errors import InvalidPatcherError, nearest
 from patcher.spec.forward_of import forward_of
 from patcher.spec.patcher import Patcher
@@ -95,7 +95,7 @@ class Listing(NamedTuple):
         return self._asdict()
 
     def show(self) -> None:
-        head = numbered(len(self.presets), "preset") + (f" for {self.model}" if self.model else "")
+        head = pluralize(len(self.presets), "preset") + (f" for {self.model}" if self.model else "")
         typer.echo(f"No preset fits {self.model}\n{self.reason}" if self.reason else head)
         for row in self.presets:
             what = f"can't be used here: {row['missing']}" if row["missing"] else row["description"].partition("\n")[0]

@@ -17,7 +17,7 @@ from patcher.compat.conversions import dot_natural_key
 from patcher.compat.modeling_code import unrebound
 from patcher.construction.in_force import InForce
 from patcher.display.parts import Code, visible
-from patcher.display.shown import Shown, numbered
+from patcher.display.shown import Shown, pluralize
 from patcher.errors import InvalidPatcherError
 from patcher.functions.models import full_name
 from patcher.inspection.class_texts import composed
@@ -87,7 +87,7 @@ class Diff(Shown):
 
     def _headline(self) -> str:
         kinds = ((len(self.classes), "class"), (len(self.functions), "function"))
-        parts = [numbered(count, kind) for count, kind in kinds if count]
+        parts = [pluralize(count, kind) for count, kind in kinds if count]
         return f"{self.model}: {' and '.join(parts) or 'no class is'} replaced"
 
     def _parts(self) -> Iterator[Code]:

@@ -11,7 +11,7 @@ from torch import nn
 from patcher.compat.conversions import dot_natural_key
 from patcher.compat.models import named_modules, stock_class
 from patcher.display.parts import Notes, Part, Table
-from patcher.display.shown import Shown, numbered
+from patcher.display.shown import Shown, pluralize
 from patcher.display.tree import ModuleNode, Weights, module_tree
 from patcher.layouts.conversion import Converted
 from patcher.layouts.transforms import describe
@@ -58,9 +58,9 @@ class Patched(Shown):
     def _counted(self, verb: str) -> str:
         """Count modules and functions: `2 modules and 1 function replaced (in calls of 4 modules)`."""
         modules, functions = len(self.replaced) + len(self.fused), len(self.functions)
-        parts = [numbered(modules, "module")] if modules or not functions else []
-        parts += [numbered(functions, "function")] if functions else []
-        called = f" (in calls of {numbered(self.calling, 'module')})" if functions else ""
+        parts = [pluralize(modules, "module")] if modules or not functions else []
+        parts += [pluralize(functions, "function")] if functions else []
+        called = f" (in calls of {pluralize(self.calling, 'module')})" if functions else ""
         return f"{' and '.join(parts)} {verb}{called}"
 
     def _patched_parts(self, head: str, conversions: Iterable[tuple[str, str, str]]) -> Iterator[Part]:
