@@ -145,8 +145,6 @@ def _generate(config: PatchSpec, options: dict[str, Any], label: str, written: d
     """Write the file of a config, or print what would be written.
 
     Args:
-        config: the config.
-        options: the options of the command.
         label: the name of the config in messages.
         written: file -> the label of its config, to detect two configs with one file.
     """

@@ -78,7 +78,7 @@ class Patched(Shown):
             yield self.tree.branch()
             for node in self.tree.walk():
                 shown.update(weights.conversion for weights in node.weights if weights.what == "converted")
-        # Exact names and paths match what they say.
+        # Exact names and paths need no row, they match themselves.
         rules = [
             row
             for row in self.rules
@@ -101,8 +101,6 @@ def fields_of_record(
     Args:
         model: the class of the model.
         built: the model, or its skeleton.
-        record: the record of the load.
-        routes: the routes of the load.
         problems: the weights that don't fit.
     """
     names = [(in_state_dict(path), stock_class(module).__qualname__) for path, module in named_modules(built)]
@@ -147,10 +145,9 @@ def added_conversions(record: PatchRecord) -> list[str]:
 def routes_of_fusions(record: PatchRecord) -> Iterator[Route]:
     """Yield the routes from stock to fused parameters of every fused module."""
     for module in record.modules:
-        prefix = inside(module.path)
         for layout in module.layouts:
-            stock, fused = (tuple(prefix + name for name in names) for names in (layout.stock, layout.fused))
-            yield Route(stock, fused, layout)
+            named = layout.named(inside(module.path).__add__)
+            yield Route(named.stock, named.fused, layout)
 
 
 def _rows(modules: Iterable[PatchedModule]) -> tuple[tuple[str, str, str], ...]:

@@ -27,7 +27,6 @@ def misfits(
 
     Args:
         model: the model, or its skeleton, with or without the replacements.
-        replaced: the modules that were replaced.
         built: whether the replacements were built, which shows that their `__init__` fits.
 
     Returns:

@@ -25,8 +25,6 @@ def unseen(
     Only replaced modules and conversions of a patcher are checked: fusions define the order of what they join.
 
     Args:
-        routes: the routes of the load.
-        record: the record of the load.
         tensors: the tensors of the checkpoint, by key; a missing one may have any shape.
         parameters: the parameters of the model, by name.
     """

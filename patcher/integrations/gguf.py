@@ -12,10 +12,7 @@ from patcher.loading.load import Constructed, brings_conversions
 from patcher.resolution.resolution import skeleton
 
 
-@seam(
-    "transformers.quantizers.quantizer_gguf:GgufHfQuantizer.get_state_dict",
-    *("checkpoint_file", "model"),
-)
+@seam("transformers.quantizers.quantizer_gguf:GgufHfQuantizer.get_state_dict", "checkpoint_file", "model")
 def get_state_dict(stock: Stock, self: Any, checkpoint_file: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Read a file under the names of the stock model.
 

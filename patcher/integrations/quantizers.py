@@ -37,9 +37,8 @@ def check_names(load: Selected, quantizer: Any) -> None:
             word = (name if layer in modules and name in parts else layer).rpartition(".")[2]
             is_word = re.search(rf"(?<!\w){re.escape(word)}(?!\w)", words) is not None
             return {word} if is_word and not (name in parts and word in joined_layers) else set()
-        keys = {
-            key for key in skipped or () if not all(should_convert_module(target, [key]) for target in (layer, name))
-        }
+        targets = layer, name
+        keys = {key for key in skipped or () if not all(should_convert_module(target, [key]) for target in targets)}
         return keys | {key for key in settings if names_setting(key, layer, name)}
 
     keys_of_parts: dict[tuple[str, ...], dict[str, set[str]]] = {}

@@ -335,7 +335,7 @@ REFUSED["dealt experts"] = (
     tiny_mixtral_config(),
     Patcher(fusions="sequential_experts"),
     EXPERTS if DEALS_EXPERTS else TENSORS | {"enable_expert_parallel": True},
-    "ep_size distributes stacks of experts to processes, and these are layers. Leave sequential_experts out",
+    "ep_size distributes stacks of experts, and these are layers. Leave sequential_experts out",
 )
 if DEALS_EXPERTS:
     REFUSED["stacks in another way"] = (

@@ -83,10 +83,7 @@ class Plan:
         paths.add(path)
 
     def result(self, modules: Mapping[str, set[str]]) -> dict[str, str]:
-        """Return the plan for the patched model.
-
-        Args:
-            modules: the name of a module in plans -> the paths of the patched model that have it.
+        """Return the plan for the patched model, given the paths of its modules by their names in plans.
 
         Raises:
             InvalidPatcherError: if an added rule matches another layer as well, which the stock plan doesn't shard.

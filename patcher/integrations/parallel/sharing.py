@@ -80,9 +80,7 @@ def follow_plan(load: Selected, quantizer: Any) -> None:
     changes = []
     for path, module, carried in fused_modules(load.model):
         if isinstance(module, ListedExperts) and (are_distributed or experts.below(path)):
-            raise cannot(
-                [path], "ep_size distributes stacks of experts to processes, and these are layers", LEAVE_EXPERTS
-            )
+            raise cannot([path], "ep_size distributes stacks of experts, and these are layers", LEAVE_EXPERTS)
         changes.append((module, _shard(plan, path, module, carried)))
     for path in _converted(load):
         _replicate(plan, path)
