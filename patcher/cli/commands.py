@@ -70,7 +70,7 @@ def _combine(name: str, parameters: Iterable[str], arguments: dict[str, Any]) ->
         if not texts:
             forms = ", ".join(f"{option} {metavar}" for option, (metavar, _) in PATCHER_OPTIONS.items())
             raise typer.BadParameter(
-                f"{name} needs to know what to load the model with, by one or more of {forms}. "
+                f"{name} needs a patcher, by one or more of {forms}. "
                 "`patcher presets MODEL` lists the presets that fit."
             )
         from patcher.cli.values import patchers_of

@@ -80,7 +80,7 @@ class Plan(Patched):
     def _headline(self) -> str:
         text = f"{self.model}: {self._counted('would be replaced')}"
         if not self.checkpoint:
-            text += "; no checkpoint was given, so conversions and weights are not judged"
+            text += "; no checkpoint was given, so conversions and weights are not checked"
         elif self.unknown_shapes:
             text += f"; {self.unknown_shapes} tensors of {self.checkpoint} by name alone, their shapes are unknown"
         else:

@@ -46,7 +46,7 @@ def register_layouts(stock: Stock, mapping: Mapping[str, type[nn.Module]], *args
     if load is not None and mapping:
         name, layout = next(iter(mapping.items()))
         raise InvalidPatcherError(
-            f"kernel_config= has {name} built as {layout.__qualname__}, which transformers registers for every later "
+            f"kernel_config= replaces {name} by {layout.__qualname__}, which transformers registers for every later "
             "load of the process, and this load has a patcher. Leave it out of kernel_config=, and replace that class "
             f"by the patcher: class_mapping={{{name!r}: ...}}, with a class of that layout that has the kernel's "
             "forward."

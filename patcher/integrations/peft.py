@@ -118,7 +118,7 @@ class _Targets:
                 if self._includes(path, layout.stock, (), is_layer=False):
                     raise InvalidPatcherError(
                         f"The adapter names layers of {path or 'the model'} whose weights a class mapping converts "
-                        f"({layout}), so they can't have one as on the stock model. Name the layers of "
+                        f"({layout}), so they can't have an adapter as on the stock model. Name the layers of "
                         f"{type(module).__qualname__}, or load the model without this class mapping."
                     )
 
@@ -253,8 +253,8 @@ def adapted(model: nn.Module, merged: bool, around: nn.Module) -> Adapted:
         merge = merged and not wrapper.disable_adapters
         if not merge and any(getattr(part, "merged", False) for part in module.modules()):
             raise InvalidPatcherError(
-                f"The adapter of {path} is merged into its weights, so they can't be told from it. Unmerge it first "
-                '(unmerge_adapter()), or write adapters="merged".'
+                f"The adapter of {path} is merged into its weights, so they can't be separated from it. Unmerge it "
+                'first (unmerge_adapter()), or write adapters="merged".'
             )
         if merge and wrapper.active_adapters and hasattr(wrapper, "modules_to_save"):
             wrapper = wrapper.modules_to_save[wrapper.active_adapters[0]]  # the trained copy

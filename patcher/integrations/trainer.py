@@ -26,7 +26,7 @@ from patcher.loading.stock_view import carriers_in, stock_view
 from patcher.patterns import compress, inside
 from patcher.resolution.resolution import skeleton
 
-#: Beside the state of an optimizer, which is stored by position only: the names of its parameters.
+#: The file with the names of an optimizer's parameters, beside its state, which is stored by position only.
 PARAMETERS_FILE = "patcher_optimizer.json"
 
 
@@ -73,7 +73,7 @@ def save_optimizer(stock: Stock, self: Any, output_dir: Any, *args: Any, **kwarg
         if carriers_in(self.model) or any(record_of(part) is not None for part in self.model.modules()):
             file.write_text(json.dumps({"parameters": _trained(self.model)}, indent=2), encoding="utf-8")
         else:
-            file.unlink(missing_ok=True)  # left by another run
+            file.unlink(missing_ok=True)  # a stale file of another run
     return result
 
 

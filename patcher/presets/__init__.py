@@ -120,7 +120,7 @@ def for_model(config_or_id: str | PretrainedConfig, **options: Any) -> Fitting:
             config = AutoConfig.from_pretrained(os.fspath(config_or_id), **options)
         except Exception as error:
             raise InvalidPatcherError(
-                f"{reprlib.repr(config_or_id)} names no model: write the path of a folder that is there, or a repo "
+                f"{reprlib.repr(config_or_id)} doesn't name a model: write the path of an existing folder, or a repo "
                 "that can be reached; for a model in memory write model.config. "
                 f"({' '.join(f'{type(error).__name__}: {error}'.split())[:500]})"
             ) from error

@@ -289,7 +289,7 @@ REFUSED: dict[str, tuple[Any, Patcher, dict[str, Any], str]] = {
         tiny_llama_config(),
         BOTH,
         TENSORS | {"tp_plan": dict.fromkeys(FUSED_PLAN, "rowwise")},
-        "'rowwise' for it, and 'colwise' for what it is made of" if DEALS_EXPERTS else "to hold for joined rows",
+        "'rowwise' for it, and 'colwise' for its parts" if DEALS_EXPERTS else "to hold for joined rows",
     ),
     "a part of what is shared": (
         CONFIGS["norms of heads"],
@@ -313,7 +313,7 @@ REFUSED: dict[str, tuple[Any, Patcher, dict[str, Any], str]] = {
         tiny_minimax_config(),
         Patcher(fusions="qkv"),
         TENSORS,
-        r"is model.layers.1.self_attn.qkv_proj as well, a layer of the model that isn't sharded",
+        r"also matches model.layers.1.self_attn.qkv_proj, a layer of the model that isn't sharded",
     ),
     "stages": (tiny_llama_config(), BOTH, {"pp_size": 2}, "pp_size"),
 }
@@ -329,7 +329,7 @@ else:  # it takes the place of that of the model
         tiny_llama_config(),
         Patcher(fusions=QKV("model.layers.1.self_attn")),
         TENSORS | {"tp_plan": STOCK_PLAN},
-        "tp_plan has rules for what is joined there. Name them in tp_plan",
+        "tp_plan has rules for their parts only. Name them in tp_plan",
     )
 REFUSED["dealt experts"] = (
     tiny_mixtral_config(),

@@ -104,7 +104,7 @@ def test_the_base_below_an_adapter_is_written_to() -> None:
         lambda: checkpoint_weights(model, adapters="left out"),
         lambda: load_checkpoint_weights(model, checkpoint_weights(other)),
     ):
-        with pytest.raises(InvalidPatcherError, match=r"is merged into its weights, so they can't be told from it"):
+        with pytest.raises(InvalidPatcherError, match=r"merged into its weights, so they can't be separated from it"):
             call()
 
 

@@ -77,7 +77,7 @@ class Plan:
         if known != style:
             raise cannot(
                 [path],
-                f"the plan has {known!r} for it, and {style!r} for what it is made of",
+                f"the plan has {known!r} for it, and {style!r} for its parts",
                 f"Leave {rule!r} out of tp_plan.",
             )
         paths.add(path)
@@ -97,8 +97,7 @@ class Plan:
             if rule not in kept and (others := modules[rule] - paths):
                 raise cannot(
                     sorted(paths),
-                    f"{rule!r}, as a plan calls it, is {sorted(others)[0]} as well, a layer of the model that isn't "
-                    "sharded",
+                    f"{rule!r} in the plan also matches {sorted(others)[0]}, a layer of the model that isn't sharded",
                 )
         return kept | {rule: style for rule, (style, _) in self.added.items()}
 

@@ -114,7 +114,7 @@ def _check_followed(config: Any, rules: dict[str, str]) -> None:
     if others := sorted(config.tp_plan.keys() - rules.keys()):
         raise cannot(others, "the patched model has other layers there", "Leave them out of tp_plan.")
     if replaces_plan(config) and (absent := sorted(rules.keys() - config.tp_plan.keys())):
-        raise cannot(absent, "tp_plan has rules for what is joined there", "Name them in tp_plan.")
+        raise cannot(absent, "tp_plan has rules for their parts only", "Name them in tp_plan.")
 
 
 def _shard(plan: Plan, path: str, module: nn.Module, carried: ModuleLayouts) -> ModuleLayouts:
