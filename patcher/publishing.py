@@ -24,7 +24,7 @@ from patcher.codegen.config import PatchConfig
 from patcher.codegen.generation.generator import Generated, build
 from patcher.compat.models import class_in
 from patcher.display.parts import Cell, Notes, Part, Table
-from patcher.display.shown import Shown
+from patcher.display.shown import Displayable
 from patcher.errors import CodegenError, InvalidPatcherError, VerificationError
 from patcher.source.modules import SourceModule
 from patcher.spec.patcher import Patcher
@@ -41,7 +41,7 @@ _KEPT_METADATA = ("license", "license_name", "license_link", "language", "pipeli
 
 
 @dataclass(frozen=True)
-class Exported(Shown):
+class Exported(Displayable):
     """The result of `patcher.export`.
 
     Attributes:

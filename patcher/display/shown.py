@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-class Shown:
+class Displayable:
     """A frozen dataclass of tuples that is shown in a terminal, in Jupyter and as JSON.
 
     Subclasses return a headline, a verdict if they have one, and parts; empty parts are left out.

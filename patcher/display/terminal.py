@@ -16,7 +16,7 @@ from patcher.display.parts import Bar, Branch, Cell, Chart, Line, Notes, Part, T
 from patcher.patterns import compress, without_numbers
 
 if TYPE_CHECKING:
-    from patcher.display.shown import Shown
+    from patcher.display.shown import Displayable
 
 #: The width of the output if it isn't a terminal.
 WIDTH = 119
@@ -34,14 +34,14 @@ _DIFF = {"--- ": "bold", "+++ ": "bold", "+": "green", "-": "red", "@": "cyan", 
 _LIMIT = "┊"
 
 
-def text(value: Shown) -> str:
+def text(value: Displayable) -> str:
     """Return a value as text without colours."""
     output = io.StringIO()
     Console(file=output, width=WIDTH, color_system=None).print(value, crop=False)
     return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
 
 
-def show(value: Shown, file: IO[str] | None) -> None:
+def show(value: Displayable, file: IO[str] | None) -> None:
     """Print a value: in colours in a terminal, as its `str` elsewhere."""
     console = Console(file=file)
     if console.is_terminal:

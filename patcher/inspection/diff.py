@@ -17,7 +17,7 @@ from patcher.compat.conversions import dot_natural_key
 from patcher.compat.modeling_code import unrebound
 from patcher.construction.in_force import InForce
 from patcher.display.parts import Code, visible
-from patcher.display.shown import Shown, pluralize
+from patcher.display.shown import Displayable, pluralize
 from patcher.errors import InvalidPatcherError
 from patcher.functions.models import full_name
 from patcher.inspection.class_texts import composed
@@ -63,7 +63,7 @@ class FunctionDiff(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Diff(Shown):
+class Diff(Displayable):
     """The differences between the code of a patched model and that of the stock model.
 
     `str` is a unified diff; `show()` prints it, in colours in a terminal, and Jupyter shows it in colours as well.

@@ -11,7 +11,7 @@ from torch import nn
 from patcher.compat.conversions import dot_natural_key
 from patcher.compat.models import named_modules, stock_class
 from patcher.display.parts import Notes, Part, Table
-from patcher.display.shown import Shown, pluralize
+from patcher.display.shown import Displayable, pluralize
 from patcher.display.tree import ModuleNode, Weights, module_tree
 from patcher.layouts.conversion import Converted
 from patcher.layouts.transforms import describe
@@ -22,7 +22,7 @@ from patcher.spec.forward_of import shown_name
 
 
 @dataclass(frozen=True)
-class Patched(Shown):
+class Patched(Displayable):
     """The changes to the modules, the functions and the conversions of a model.
 
     Attributes:

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from patcher.display.parts import Bar, Cell, Chart, Notes, Part, Table
-from patcher.display.shown import Shown, pluralize
+from patcher.display.shown import Displayable, pluralize
 from patcher.errors import InvalidPatcherError, VerificationError
 from patcher.integrations import install
 from patcher.patterns import inside
@@ -32,7 +32,7 @@ from patcher.verification.sides import Side, side_of
 HEADS = ("stage", "", "measured", "allowed", "seconds", "")
 
 
-class Judged(Shown):
+class Judged(Displayable):
     """What has passed or failed."""
 
     _also = ("passed", "failures")
