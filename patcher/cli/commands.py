@@ -1,7 +1,7 @@
 """The commands around a patcher: `presets`, `plan`, `verify`, `bench`, `diff`, `export`.
 
-Exit codes: 0 on success, 1 if the check fails, 2 if the arguments are invalid. Only the result goes to stdout. The
-commands import what they call themselves: it takes seconds, which `--help` doesn't need.
+Exit codes: 0 on success, 1 if the check fails, 2 if the arguments are invalid. Only the result goes to stdout. Modules
+that take seconds to import are imported in the commands, so that `--help` is fast.
 """
 
 from __future__ import annotations
