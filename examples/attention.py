@@ -1,10 +1,10 @@
-"""An attention of one's own: for one model by a function mapping, or under a name that any model may choose.
+"""A custom attention function: for one model by a function mapping, or under a name that any model can select.
 
 python examples/attention.py
 
-Transformers gives the function its mask, and the keys and values of the cache. Which mask it is goes by the chosen
-implementation: `eager` has a tensor of zeros and of the lowest number of the dtype, `sdpa` one of booleans. Under a
-name for which no mask is registered there is none, not even a causal one, and nothing is said.
+Transformers passes the mask, and the keys and values of the cache. The implementation decides the kind of mask: a
+float tensor of zeros and the lowest number of the dtype for `eager`, booleans for `sdpa`. For a name without a
+registered mask function there is no mask, not even a causal one, and no warning.
 """
 
 import tempfile
@@ -31,15 +31,15 @@ BLOCK = 8
 
 
 def attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    """Keys in blocks, with a running maximum and sum, so that no matrix of all scores is made (arXiv:2112.05682).
+    """Attention over blocks of keys, with a running maximum and sum instead of all scores (arXiv:2112.05682).
 
     Args:
         query: [batch, heads, queries, size].
         key, value: [batch, heads of keys and values, keys, size], those of the cache included.
-        attention_mask: [batch, 1, queries, keys], of either kind, or None where everything is seen.
+        attention_mask: [batch, 1, queries, keys], of either kind, or None if nothing is masked.
 
     Returns:
-        [batch, queries, heads, size], and the attention weights: None, as they are never all there.
+        [batch, queries, heads, size], and None for the attention weights, which are never materialized.
     """
     if dropout or kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise NotImplementedError("dropout, softcap and sinks: compute them, or load another model")
@@ -55,18 +55,18 @@ def attention(module, query, key, value, attention_mask, scaling, dropout=0.0, *
         scores = query @ key[:, :, start : start + BLOCK].transpose(2, 3) * scaling
         if attention_mask is not None:
             scores = scores + attention_mask[..., start : start + scores.shape[-1]]
-        higher = torch.maximum(highest, scores.amax(-1, keepdim=True))
-        weights, before = (scores - higher).exp(), (highest - higher).exp()
-        total = total * before + weights.sum(-1, keepdim=True)
-        output = output * before + weights @ value[:, :, start : start + BLOCK]
-        highest = higher
+        new_highest = torch.maximum(highest, scores.amax(-1, keepdim=True))
+        weights, rescale = (scores - new_highest).exp(), (highest - new_highest).exp()
+        total = total * rescale + weights.sum(-1, keepdim=True)
+        output = output * rescale + weights @ value[:, :, start : start + BLOCK]
+        highest = new_highest
     return (output / total).transpose(1, 2), None
 
 
-# For one model: what it would call as its eager attention. The masks are those of `eager`.
+# For one model: in place of its eager attention, with the masks of `eager`.
 PATCHER = Patcher(function_mapping={"eager_attention_forward": attention})
 
-# Under a name, which a load chooses; a name needs masks as well, here the booleans of `sdpa`.
+# Under a name that a load selects. A name needs a mask function as well, here that of `sdpa`.
 AttentionInterface.register("in_blocks", attention)
 AttentionMaskInterface.register("in_blocks", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
@@ -83,17 +83,18 @@ def main():
                 folder
             )
             stock = AutoModelForCausalLM.from_pretrained(folder)
-            ours = AutoModelForCausalLM.from_pretrained(folder, patcher=PATCHER, attn_implementation="eager")
+            patched = AutoModelForCausalLM.from_pretrained(folder, patcher=PATCHER, attn_implementation="eager")
             named = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="in_blocks")
             verified = verify(folder, PATCHER, quick=True, attn_implementation="eager")
-        seen = mask[..., None].bool()
-        for name, model in (("function mapping", ours), ("name", named)):
+        unpadded = mask[..., None].bool()
+        for name, model in (("function mapping", patched), ("name", named)):
             with torch.no_grad():
-                expected, found = (each(tokens, attention_mask=mask).logits * seen for each in (stock, model))
+                expected = stock(tokens, attention_mask=mask).logits * unpadded
+                logits = model(tokens, attention_mask=mask).logits * unpadded
             same_text = torch.equal(model.generate(tokens, **rows), stock.generate(tokens, **rows))
-            close = torch.allclose(found, expected, atol=1e-5)
+            close = torch.allclose(logits, expected, atol=1e-5)
             print(f"{architecture}, by a {name}: same outputs: {close}, same text with a cache: {same_text}")
-        function, replacement, callers = report(ours).functions[0]
+        function, replacement, callers = report(patched).functions[0]
         print(f"  {function} -> {replacement}, called by {', '.join(callers)}; verified: {bool(verified)}")
 
 

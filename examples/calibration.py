@@ -1,11 +1,11 @@
-"""GPTQ of a mixture of experts: hooks on every expert's layers, and a checkpoint of int4 under the original's names.
+"""GPTQ of a mixture of experts: hooks on the layers of every expert, and an int4 checkpoint with the original names.
 
     python examples/calibration.py                          # two layers of SmolLM2 as a Mixtral of four experts
     python examples/calibration.py Qwen/Qwen1.5-MoE-A2.7B   # a repo id or folder; its checkpoint names single experts
 
-transformers keeps the experts of a layer in stacks, which have no layers to put a hook on. With `SequentialExperts`
-each expert has `nn.Linear`s, and with `all_tokens=True` every token runs through each of them: what an expert makes of
-tokens that didn't choose it weighs nothing in the output, and its layers are calibrated with as many as all others.
+transformers stacks the experts of a layer in parameters, without layers for hooks. With `SequentialExperts` experts
+consist of `nn.Linear` layers, and with `all_tokens=True` every token runs through all of them: outputs for tokens that
+weren't routed to an expert have weight zero, and all experts are calibrated with the same number of tokens.
 
 Layers are quantized as in "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers" by
 Frantar, Ashkboos, Hoefler and Alistarh (arXiv:2210.17323), and saved in the format `pack-quantized` of
@@ -13,24 +13,24 @@ compressed-tensors, which engines read, and transformers where that package is i
 
 It takes half a minute on a CPU, and prints this, the last line with compressed-tensors:
 
-    tokens that the first experts see, of 2048:
+    tokens that the experts of the first layer see, of 2048:
          404  619 1307 1766  Patcher(fusions=['sequential_experts'])
         2048 2048 2048 2048  Patcher(fusions=[SequentialExperts(all_tokens=True)])
     error of int4 on other text:
         round_to_nearest   outputs of experts 11.72%, predictions 0.0348 nats
         gptq               outputs of experts 10.24%, predictions 0.0232 nats
-    GPTQ is nearer: True
+    GPTQ is closer: True
     model.layers.0.block_sparse_moe.experts.0.*
         w1.weight float32 (1536, 576)     w1.weight_packed int32 (1536, 72)
                                           w1.weight_scale float32 (1536, 9)
                                           w1.weight_shape int64 (2,)
         ...
     the experts take 81.0 MiB, and 11.4 MiB
-    each weight of an expert has become its three: True
-    all else is as it was: True
-    a patched model reads it: True
-    stock transformers reads what is dequantized: True
-    stock transformers reads it with compressed-tensors: True
+    each weight of an expert became three tensors: True
+    all other tensors are unchanged: True
+    a patched model loads it: True
+    stock transformers loads it dequantized: True
+    stock transformers loads it with compressed-tensors: True
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from patcher import Patcher, load_original_state_dict, report
 from patcher.fusions import SequentialExperts
 
 ALL_TOKENS = Patcher(fusions=[SequentialExperts(all_tokens=True)])
-BITS, GROUP = 4, 64  # columns that share a scale
-WORD = 32 // BITS  # numbers in one int32
-#: What says so in `config.json`.
+BITS, GROUP = 4, 64  # GROUP: columns that share a scale
+WORD = 32 // BITS  # integers in one int32
+#: The `quantization_config` of `config.json`.
 PACKED: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
@@ -67,8 +67,8 @@ PACKED: dict[str, Any] = {
         }
     },
 }
-THREE = ("packed", "scale", "shape")
-#: A weight, and what its inputs are like -> numbers (rows, columns), and scales (rows, groups).
+SUFFIXES = ("packed", "scale", "shape")
+#: weight, Hessian of its inputs -> integers (rows, columns), scales (rows, groups)
 Method = Callable[[torch.Tensor, "Hessian"], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -79,11 +79,12 @@ def main(name: str, folder: Path, **options: Any) -> None:
     def load(patcher: Patcher | None = ALL_TOKENS) -> Any:
         return AutoModelForCausalLM.from_pretrained(name, patcher=patcher, **options).eval()
 
-    print(f"tokens that the first experts see, of {sum(block.numel() for block in data)}:")
+    print(f"tokens that the experts of the first layer see, of {sum(block.numel() for block in data)}:")
     for patcher in (Patcher(fusions="sequential_experts"), ALL_TOKENS):
         model = load(patcher)
         experts, *_ = modules_of_experts(model).values()
-        counts = [each.count for path, each in hessians(model, experts, data).items() if path.endswith("down_proj")]
+        inputs = hessians(model, experts, data)
+        counts = [hessian.count for path, hessian in inputs.items() if path.endswith("down_proj")]
         print("   ", *(f"{count:4}" for count in counts), f" {patcher}")
 
     print("error of int4 on other text:")
@@ -91,48 +92,48 @@ def main(name: str, folder: Path, **options: Any) -> None:
     for method in (round_to_nearest, gptq):
         model = load()
         quantize(model, method, data if method is gptq else [])
-        errors[method] = experts_off, divergence = apart(outputs(model, other_text), expected)
-        print(f"    {method.__name__:<18} outputs of experts {experts_off:.2%}, predictions {divergence:.4f} nats")
-    show("GPTQ is nearer", errors[gptq] < errors[round_to_nearest])
+        errors[method] = error, divergence = compare(outputs(model, other_text), expected)
+        print(f"    {method.__name__:<18} outputs of experts {error:.2%}, predictions {divergence:.4f} nats")
+    show("GPTQ is closer", errors[gptq] < errors[round_to_nearest])
 
-    # Saved with what says how to read it.
+    # Save it with the quantization config.
     model.config.quantization_config = PACKED | {"ignore": [*linear_layers(model), r"re:.*\.gate$"]}
     model.save_pretrained(folder / "int4")
     stock = load(None)
     stock.save_pretrained(folder / "original")
-    original, saved = (load_file(folder / each / "model.safetensors") for each in ("original", "int4"))
-    gone, new, kept = original.keys() - saved.keys(), saved.keys() - original.keys(), saved.keys() & original.keys()
-    print_expert(min(gone), original, saved)
-    print(f"the experts take {mebibytes(original, gone):.1f} MiB, and {mebibytes(saved, new):.1f} MiB")
-    show("each weight of an expert has become its three", new == {f"{key}_{kind}" for key in gone for kind in THREE})
-    show("all else is as it was", all(torch.equal(saved[key], original[key]) for key in kept))
+    original, saved = (load_file(folder / kind / "model.safetensors") for kind in ("original", "int4"))
+    old, new, kept = original.keys() - saved.keys(), saved.keys() - original.keys(), saved.keys() & original.keys()
+    print_expert(min(old), original, saved)
+    print(f"the experts take {mebibytes(original, old):.1f} MiB, and {mebibytes(saved, new):.1f} MiB")
+    show("each weight of an expert became three tensors", new == {f"{key}_{kind}" for key in old for kind in SUFFIXES})
+    show("all other tensors are unchanged", all(torch.equal(saved[key], original[key]) for key in kept))
 
-    # Read again: into layers of int4 of a patched model; as plain weights by stock transformers; by its quantizer.
-    again = load()
-    quantize(again, round_to_nearest, [])
-    load_original_state_dict(again, saved)
-    show("a patched model reads it", same(again, model, other_text))
+    # Load it again: into the int4 layers of a patched model; dequantized into stock; by the quantizer of transformers.
+    loaded = load()
+    quantize(loaded, round_to_nearest, [])
+    load_original_state_dict(loaded, saved)
+    show("a patched model loads it", same(loaded, model, other_text))
     plain = {key: saved[key] for key in kept}
-    plain |= {key: dequantized(*(saved[f"{key}_{kind}"] for kind in THREE)) for key in gone}
+    plain |= {key: dequantized(*(saved[f"{key}_{kind}"] for kind in SUFFIXES)) for key in old}
     stock = type(stock).from_pretrained(None, config=stock.config, state_dict=plain).eval()
-    show("stock transformers reads what is dequantized", same(stock, model, other_text))
+    show("stock transformers loads it dequantized", same(stock, model, other_text))
     if find_spec("compressed_tensors"):
         stock = AutoModelForCausalLM.from_pretrained(folder / "int4").eval()
-        show("stock transformers reads it with compressed-tensors", same(stock, model, other_text))
+        show("stock transformers loads it with compressed-tensors", same(stock, model, other_text))
 
 
 def print_expert(weight: str, original: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
-    """The weights of an expert, and what there is in the place of each."""
+    """Print the weights of an expert, and the tensors that replace them."""
     layer = weight.removesuffix(".weight")
     expert = layer.removesuffix(layer.rpartition(".")[2])
     print(f"{expert}*")
     for old in sorted(key for key in original if key.startswith(expert)):
-        for number, key in enumerate(sorted(key for key in saved if key.startswith(old))):
-            left = "" if number else described(old.removeprefix(expert), original[old])
-            print(f"    {left:<33} {described(key.removeprefix(expert), saved[key])}")
+        for index, key in enumerate(sorted(key for key in saved if key.startswith(old))):
+            left = "" if index else describe(old.removeprefix(expert), original[old])
+            print(f"    {left:<33} {describe(key.removeprefix(expert), saved[key])}")
 
 
-def described(key: str, tensor: torch.Tensor) -> str:
+def describe(key: str, tensor: torch.Tensor) -> str:
     return f"{key} {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
@@ -144,73 +145,75 @@ def show(claim: str, holds: bool) -> None:
     print(f"{claim}: {holds}")
 
 
-# --- how far a quantized model is off ------------------------------------------------------------------------------
+# --- errors of a quantized model -----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def outputs(model: Any, data: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What all modules of experts give, and the logits."""
-    given: list[torch.Tensor] = []
-    experts = modules_of_experts(model).values()
-    hooks = [each.register_forward_hook(lambda _, args, out: given.append(out.flatten(0, -2))) for each in experts]
+    """Return the outputs of all modules of experts, and the logits."""
+    hidden: list[torch.Tensor] = []
+    modules = modules_of_experts(model).values()
+    hooks = [
+        module.register_forward_hook(lambda _, args, out: hidden.append(out.flatten(0, -2))) for module in modules
+    ]
     logits = torch.cat([model(block, use_cache=False).logits[0] for block in data])
     for hook in hooks:
         hook.remove()
-    return torch.cat(given).float(), logits.float()
+    return torch.cat(hidden).float(), logits.float()
 
 
-def apart(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> tuple[float, float]:
-    """The error of what experts give, relative to its norm; the mean Kullback-Leibler divergence of predictions."""
-    (given, logits), (given_before, logits_before) = found, expected
-    before, after = logits_before.log_softmax(-1), logits.log_softmax(-1)
-    error = (given - given_before).norm() / given_before.norm()
-    return float(error), float((before.exp() * (before - after)).sum(-1).mean())
+def compare(actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> tuple[float, float]:
+    """Return the relative error of the outputs of experts, and the mean KL divergence of predictions."""
+    (hidden, logits), (expected_hidden, expected_logits) = actual, expected
+    log_p, log_q = expected_logits.log_softmax(-1), logits.log_softmax(-1)
+    error = (hidden - expected_hidden).norm() / expected_hidden.norm()
+    return float(error), float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
 
 
 @torch.no_grad()
-def same(one: Any, other: Any, data: Iterable[torch.Tensor]) -> bool:
-    """Whether two models compute the same, but for the order of sums."""
-    found, expected = (torch.cat([model(block, use_cache=False).logits for block in data]) for model in (one, other))
-    return bool((found - expected).norm() < 50 * torch.finfo(found.dtype).eps * expected.norm())
+def same(model: Any, other: Any, data: Iterable[torch.Tensor]) -> bool:
+    """Whether two models compute the same within rounding."""
+    logits, expected = (torch.cat([m(block, use_cache=False).logits for block in data]) for m in (model, other))
+    return bool((logits - expected).norm() < 50 * torch.finfo(logits.dtype).eps * expected.norm())
 
 
-# --- what the layers are given -------------------------------------------------------------------------------------
+# --- inputs of the layers ------------------------------------------------------------------------------------------
 
 
 class Hessian:
-    """A hook that sums up the inputs of a layer: X^T X, and how many rows X has had."""
+    """A hook that sums up X^T X of the inputs of a layer, and counts the rows of X."""
 
     def __init__(self, layer: nn.Linear) -> None:
         self.sum = layer.weight.new_zeros(layer.in_features, layer.in_features, dtype=torch.float32)
         self.count = 0
 
-    def __call__(self, layer: nn.Module, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        rows = given[0].flatten(0, -2).float()
+    def __call__(self, layer: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        rows = args[0].flatten(0, -2).float()
         self.sum += rows.T @ rows
         self.count += len(rows)
 
 
-class EnoughError(Exception):
-    """What follows in the model isn't needed."""
+class StopForwardError(Exception):
+    """Raised to skip the rest of a forward pass."""
 
 
 @torch.no_grad()
 def hessians(model: Any, experts: nn.Module, data: Iterable[torch.Tensor]) -> dict[str, Hessian]:
-    """Path of a layer in a module of experts -> what is found out about its inputs."""
+    """Return the Hessians of the layers in a module of experts, by path."""
     layers = linear_layers(experts)
-    found = {path: Hessian(layer) for path, layer in layers.items()}
-    hooks = [layer.register_forward_hook(found[path]) for path, layer in layers.items()]
+    result = {path: Hessian(layer) for path, layer in layers.items()}
+    hooks = [layer.register_forward_hook(result[path]) for path, layer in layers.items()]
 
     def stop(*_: Any) -> None:
-        raise EnoughError
+        raise StopForwardError
 
     hooks.append(experts.register_forward_hook(stop))
     for block in data:
-        with suppress(EnoughError):
+        with suppress(StopForwardError):
             model.base_model(block, use_cache=False)
     for hook in hooks:
         hook.remove()
-    return found
+    return result
 
 
 def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
@@ -230,7 +233,7 @@ def rounded(columns: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def scale_of(columns: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """One for each row, (rows, 1), with the precision in which it is saved."""
+    """Return a scale for each row, (rows, 1), rounded to the dtype in which it is saved."""
     scale = columns.abs().amax(1, keepdim=True) * 2 / (2**BITS - 1)
     return scale.clamp(min=torch.finfo(dtype).tiny).to(dtype).float()
 
@@ -238,15 +241,15 @@ def scale_of(columns: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def round_to_nearest(weight: torch.Tensor, hessian: Hessian) -> tuple[torch.Tensor, torch.Tensor]:
     groups = weight.float().split(GROUP, dim=1)
     scales = [scale_of(columns, weight.dtype) for columns in groups]
-    return torch.cat([rounded(*each) for each in zip(groups, scales, strict=True)], 1), torch.cat(scales, 1)
+    return torch.cat([rounded(*pair) for pair in zip(groups, scales, strict=True)], 1), torch.cat(scales, 1)
 
 
 def gptq(weight: torch.Tensor, hessian: Hessian, damping: float = 0.01) -> tuple[torch.Tensor, torch.Tensor]:
     """Algorithm 1 of the paper, in blocks of one group.
 
-    Column i is rounded, and each column j that follows makes up for the error as well as it can for these inputs, by
-    -error * U[i, j] / U[i, i] with the Cholesky factor U of the inverse Hessian, U^T U = H^-1. A group gets its scales
-    when all columns before have changed it.
+    After column i is rounded, each following column j compensates the error for these inputs by
+    -error * U[i, j] / U[i, i], with the Cholesky factor U of the inverse Hessian, U^T U = H^-1. The scales of a group
+    are computed after all previous columns have changed it.
     """
     rest, matrix = weight.float().clone(), hessian.sum / max(hessian.count, 1)
     dead = matrix.diagonal() == 0  # inputs that are always zero
@@ -269,11 +272,11 @@ def gptq(weight: torch.Tensor, hessian: Hessian, damping: float = 0.01) -> tuple
     return numbers, torch.cat(scales, 1)
 
 
-# --- layers of int4 ------------------------------------------------------------------------------------------------
+# --- int4 layers ---------------------------------------------------------------------------------------------------
 
 
 class Int4Linear(nn.Module):
-    """A linear layer without bias: eight numbers of a row, each plus 8, in one int32, the first in the lowest bits."""
+    """A linear layer without bias. An int32 packs eight integers of a row, plus 8 each, the first in the low bits."""
 
     def __init__(self, numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> None:
         super().__init__()
@@ -289,7 +292,7 @@ class Int4Linear(nn.Module):
 
 
 def dequantized(packed: torch.Tensor, scale: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
-    """The weight, (rows, columns), of int32 (rows, columns / 8), scales (rows, groups), and these numbers."""
+    """Return the weight, (rows, columns), from int32 (rows, columns / 8), scales (rows, groups) and its shape."""
     rows, columns = shape.tolist()
     shifts = torch.arange(0, 32, BITS, device=packed.device)
     numbers = (packed[..., None] >> shifts & 2**BITS - 1) - 2 ** (BITS - 1)
@@ -299,11 +302,11 @@ def dequantized(packed: torch.Tensor, scale: torch.Tensor, shape: torch.Tensor) 
 
 @torch.no_grad()
 def quantize(model: Any, method: Method, data: Iterable[torch.Tensor]) -> None:
-    """Put layers of int4 in the place of those of experts: module by module, as each sees what is quantized before."""
+    """Replace the layers of experts by int4 layers, module by module, so that each sees quantized inputs."""
     for experts in modules_of_experts(model).values():
-        found = hessians(model, experts, data)
+        inputs = hessians(model, experts, data)
         for path, layer in linear_layers(experts).items():
-            experts.set_submodule(path, Int4Linear(*method(layer.weight, found[path]), layer.weight.dtype))
+            experts.set_submodule(path, Int4Linear(*method(layer.weight, inputs[path]), layer.weight.dtype))
 
 
 if __name__ == "__main__":

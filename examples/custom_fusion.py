@@ -1,9 +1,9 @@
-"""A fusion of your own: every down projection held transposed, and the checkpoint unchanged.
+"""A custom fusion: every down projection is stored transposed, and the checkpoint doesn't change.
 
 python examples/custom_fusion.py
 
-A family says which modules it takes, what becomes of their parameters, and which class they get. Finding the modules,
-reading and saving the weights and pickles are the engine's.
+A family defines which modules it takes, the layouts of their parameters, and the fused class. The engine finds the
+modules, reads and saves the weights, and supports pickling.
 """
 
 import pickle
@@ -19,7 +19,7 @@ from patcher.fusions import Fusion, Layout
 
 
 class TransposedLinear(nn.Module):
-    """A linear layer without bias whose weight lies the other way round: (in, out)."""
+    """A linear layer without bias whose weight is transposed: (in, out)."""
 
     def __init__(self, in_features, out_features):
         super().__init__()
@@ -43,7 +43,7 @@ class Transposed(Layout):
 
 
 class TransposedDown(Fusion):
-    """The family: plain linear layers become transposed ones."""
+    """The family: replace plain linear layers by transposed ones."""
 
     def is_fusable(self, module):
         return type(module) is nn.Linear and module.bias is None
@@ -64,7 +64,7 @@ def main():
         AutoModelForCausalLM.from_config(config).save_pretrained(original)
         stock = AutoModelForCausalLM.from_pretrained(original)
 
-        # Where, as reports print it; beside a family that has a name.
+        # Paths are written as reports print them; a built-in family is named.
         patcher = Patcher(fusions=[TransposedDown(modules="**.mlp.down_proj"), "qkv"])
         model = AutoModelForCausalLM.from_pretrained(original, patcher=patcher)
         print(report(model))

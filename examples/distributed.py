@@ -1,4 +1,4 @@
-"""A fused model in several processes: its heads shared among them, then its weights, as the stock model is.
+"""A fused model in several processes: with tensor parallelism, then with FSDP2.
 
     python examples/distributed.py                      # four layers of SmolLM2, from a package on the index
     python examples/distributed.py Qwen/Qwen2.5-0.5B 2  # any Llama-like causal model, and how many processes
@@ -7,13 +7,13 @@ It starts `torchrun` itself: three processes, since SmolLM2 has nine heads of qu
 a minute on two cores:
 
     tensor parallelism: 320 of 960 rows of each qkv_proj
-    as one process computes: True (4e-05)
+    same outputs as in one process: True (4e-05)
     saved as it was: True
     FSDP2, three steps  17.7931 16.6979 15.6891
     the stock model     17.7931 16.6979 15.6891
-    as stock trains: True (0e+00)
-    its weights under the names of transformers, as those of stock: True (6e-06)
-    what it saved loads in stock transformers, and computes the same: True
+    same losses as stock: True (0e+00)
+    same weights as stock, under the names of transformers: True (6e-06)
+    stock transformers loads what it saved, with the same outputs: True
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ PROCESSES, STEPS = 3, 3
 
 
 def work(name: str, folder: Path) -> None:
-    """What each process does."""
+    """Run one process."""
     ids = AutoTokenizer.from_pretrained(name)(" ".join(topics.values()), return_tensors="pt")["input_ids"][0]
-    share_layers(name, folder / "layers", ids[:64].unsqueeze(0))
-    rank = dist.get_rank()  # from here on each process has a batch of its own
-    share_weights(name, folder / "weights", ids[256 * rank : 256 * (rank + 1)].view(4, 64))
+    tensor_parallelism(name, folder / "layers", ids[:64].unsqueeze(0))
+    rank = dist.get_rank()  # from here on each process has its own batch
+    fsdp(name, folder / "weights", ids[256 * rank : 256 * (rank + 1)].view(4, 64))
     dist.destroy_process_group()
 
 
-def share_layers(name: str, folder: Path, ids: torch.Tensor) -> None:
-    """Each process has its own heads of queries, keys and values, and its own part of each feed-forward layer."""
+def tensor_parallelism(name: str, folder: Path, ids: torch.Tensor) -> None:
+    """Give each process its own heads of queries, keys and values, and its own share of each feed-forward layer."""
     expected = AutoModelForCausalLM.from_pretrained(name)
     config = DistributedConfig(tp_size=int(os.environ["WORLD_SIZE"]))
     model = AutoModelForCausalLM.from_pretrained(name, patcher=FUSED, distributed_config=config)
     weight = model.model.layers[0].self_attn.qkv_proj.weight
     with torch.no_grad():
-        apart = (model(ids).logits - expected(ids).logits).abs().max().item()
+        difference = (model(ids).logits - expected(ids).logits).abs().max().item()
     show(f"tensor parallelism: {weight.to_local().shape[0]} of {weight.shape[0]} rows of each qkv_proj")
-    show(f"as one process computes: {apart < 1e-3} ({apart:.0e})")
+    show(f"same outputs as in one process: {difference < 1e-3} ({difference:.0e})")
 
     model.save_pretrained(folder)  # every process calls it, the first one writes
     if dist.get_rank() == 0:
@@ -64,8 +64,8 @@ def share_layers(name: str, folder: Path, ids: torch.Tensor) -> None:
         show(f"saved as it was: {all(torch.equal(saved[key], original[key]) for key in original)}")
 
 
-def share_weights(name: str, folder: Path, ids: torch.Tensor) -> None:
-    """Each process has a part of every weight, and a batch of its own."""
+def fsdp(name: str, folder: Path, ids: torch.Tensor) -> None:
+    """Give each process a shard of every weight, and its own batch."""
     model, stock = (
         AutoModelForCausalLM.from_pretrained(
             name, patcher=patcher, distributed_config=DistributedConfig(fsdp_size=int(os.environ["WORLD_SIZE"]))
@@ -73,24 +73,24 @@ def share_weights(name: str, folder: Path, ids: torch.Tensor) -> None:
         for patcher in (FUSED, None)
     )
     losses = train(model, ids), train(stock, ids)
-    for title, found in zip(("FSDP2, three steps", "the stock model"), losses, strict=True):
-        show(f"{title:<19}", *(f"{loss:.4f}" for loss in found))
-    apart = max(abs(one - other) for one, other in zip(*losses, strict=True))
-    show(f"as stock trains: {apart < 1e-3} ({apart:.0e})")
+    for title, values in zip(("FSDP2, three steps", "the stock model"), losses, strict=True):
+        show(f"{title:<19}", *(f"{loss:.4f}" for loss in values))
+    difference = max(abs(loss - expected) for loss, expected in zip(*losses, strict=True))
+    show(f"same losses as stock: {difference < 1e-3} ({difference:.0e})")
 
-    weights, theirs = original_state_dict(model), stock.state_dict()  # in every process, and whole
-    apart = max((weights[key] - whole(value)).abs().max().item() for key, value in theirs.items())
-    show(f"its weights under the names of transformers, as those of stock: {apart < 1e-4} ({apart:.0e})")
+    weights, expected = original_state_dict(model), stock.state_dict()  # whole tensors in every process
+    difference = max((weights[key] - whole(value)).abs().max().item() for key, value in expected.items())
+    show(f"same weights as stock, under the names of transformers: {difference < 1e-4} ({difference:.0e})")
 
     model.save_pretrained(folder)
     saved = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
-        apart = (saved(ids).logits - whole(model.eval()(ids).logits)).abs().max().item()
-    show(f"what it saved loads in stock transformers, and computes the same: {apart < 1e-3}")
+        difference = (saved(ids).logits - whole(model.eval()(ids).logits)).abs().max().item()
+    show(f"stock transformers loads what it saved, with the same outputs: {difference < 1e-3}")
 
 
 def train(model: Any, ids: torch.Tensor) -> list[float]:
-    """The losses of a few steps, the mean of all processes."""
+    """Train for a few steps, and return the losses, averaged over all processes."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-4), []
     for _ in range(STEPS):
         loss = model.train()(ids, labels=ids).loss
@@ -113,7 +113,7 @@ def show(*words: str) -> None:
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:  # torchrun has started this one
+    if "RANK" in os.environ:  # started by torchrun
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         work(sys.argv[1], Path(sys.argv[2]))

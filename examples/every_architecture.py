@@ -1,9 +1,9 @@
-"""Three rules for every architecture: a norm, a gated MLP and a rotary embedding of one's own, without naming models.
+"""Three rules for every architecture: a custom norm, gated MLP and rotary embedding, without naming models.
 
 python examples/every_architecture.py
 
-`like("LlamaRMSNorm")` means every class that computes what LlamaRMSNorm computes, by the code that runs, whatever it
-is called. What computes something else, such as Gemma's norm with its `1 + weight`, is left alone.
+`like("LlamaRMSNorm")` matches every class whose code computes the same as LlamaRMSNorm, whatever its name. Others,
+such as Gemma's norm with its `1 + weight`, stay unchanged.
 """
 
 import tempfile
@@ -30,14 +30,14 @@ SIZES = {
 
 
 class Norm(nn.Module):
-    """Root mean square normalization by torch's own function; the weight and the epsilon are the original's."""
+    """RMSNorm by torch's function, with the weight and the epsilon of the original."""
 
     def forward(self, hidden_states):
         return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
 
 
 class GatedMLP(nn.Module):
-    """Both projections as one product."""
+    """A gated MLP that computes both projections in one product."""
 
     def forward(self, x):
         both = torch.cat([self.gate_proj.weight, self.up_proj.weight])
@@ -46,11 +46,11 @@ class GatedMLP(nn.Module):
 
 
 def rotary(q, k, cos, sin, unsqueeze_dim=1):
-    """Rotary position embeddings (RoFormer, arXiv:2104.09864), queries and keys at once."""
+    """Apply rotary position embeddings (RoFormer, arXiv:2104.09864) to queries and keys at once."""
     both = torch.cat([q, k], dim=1)
     half = both.shape[-1] // 2
-    turned = torch.cat([-both[..., half:], both[..., :half]], dim=-1)
-    both = both * cos.unsqueeze(unsqueeze_dim) + turned * sin.unsqueeze(unsqueeze_dim)
+    rotated = torch.cat([-both[..., half:], both[..., :half]], dim=-1)
+    both = both * cos.unsqueeze(unsqueeze_dim) + rotated * sin.unsqueeze(unsqueeze_dim)
     return both.split([q.shape[1], k.shape[1]], dim=1)
 
 
@@ -67,10 +67,10 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             config = AutoConfig.for_model(architecture, **SIZES)
             AutoModelForCausalLM.from_config(config).save_pretrained(f"{folder}/stock")
-            plain = AutoModelForCausalLM.from_pretrained(f"{folder}/stock")
+            stock = AutoModelForCausalLM.from_pretrained(f"{folder}/stock")
             model = AutoModelForCausalLM.from_pretrained(f"{folder}/stock", patcher=PATCHER)
             with torch.no_grad():
-                close = torch.allclose(model(tokens).logits, plain(tokens).logits, atol=1e-4)
+                close = torch.allclose(model(tokens).logits, stock(tokens).logits, atol=1e-4)
             verified = verify(f"{folder}/stock", PATCHER, quick=True)
             model.save_pretrained(f"{folder}/again")
             same = all(

@@ -1,9 +1,9 @@
-"""Another layout for a mixture of experts: experts as plain Linear layers, fused attention, or something new.
+"""Other layouts for a mixture of experts: experts as plain Linear layers, fused attention, or an experiment.
 
     python examples/moe_layouts.py
 
-The model is a tiny random Qwen2-MoE with grouped-query attention, made here, so that this runs anywhere in seconds;
-the same patchers take the real one.
+The model is a tiny random Qwen2-MoE with grouped-query attention, so that this runs anywhere in seconds; the same
+patchers work on the real one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from patcher import Patcher, report
 
 
 class Expert(nn.Module):
-    """One expert of three Linear layers, as quantizers know how to treat them."""
+    """An expert of three Linear layers, which quantizers support."""
 
     def __init__(self, config: Qwen2MoeConfig):
         super().__init__()
@@ -44,7 +44,7 @@ class Expert(nn.Module):
 
 
 class LinearExperts(nn.ModuleList):
-    """All experts of a layer, one after the other, in place of two stacked parameters."""
+    """All experts of a layer, run one after the other, instead of two stacked parameters."""
 
     def __init__(self, config: Qwen2MoeConfig):
         super().__init__(Expert(config) for _ in range(config.num_experts))
@@ -52,16 +52,16 @@ class LinearExperts(nn.ModuleList):
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         # (tokens, hidden), (tokens, k) and (tokens, k) -> (tokens, hidden)
         result = torch.zeros_like(hidden_states)
-        for number, expert in enumerate(self):
-            token, place = torch.where(top_k_index == number)
+        for index, expert in enumerate(self):
+            token, slot = torch.where(top_k_index == index)
             if token.numel():
-                weighted = expert(hidden_states[token]) * top_k_weights[token, place, None]
+                weighted = expert(hidden_states[token]) * top_k_weights[token, slot, None]
                 result.index_add_(0, token, weighted.to(result.dtype))
         return result
 
 
 class FusedAttention(nn.Module):
-    """Attention with one projection for queries, keys and values: of different sizes, as heads are grouped."""
+    """Attention with one projection for queries, keys and values, of different sizes because heads are grouped."""
 
     def __init__(self, config: Qwen2MoeConfig, layer_idx: int):
         super().__init__()
@@ -98,7 +98,7 @@ class FusedAttention(nn.Module):
 
 
 class GatedExperts(LinearExperts):
-    """An experiment: the experts' result times a learned scale that starts at one, so nothing changes at first."""
+    """An experiment: the output of the experts times a learned scale that is initialized to one."""
 
     def __init__(self, config: Qwen2MoeConfig):
         super().__init__(config)
@@ -113,7 +113,7 @@ def join_qkv(kind: str) -> WeightConverter:
     return WeightConverter(sources, [f"self_attn.qkv_proj.{kind}"], operations=[Concatenate(dim=0)])
 
 
-# Stock transformers stacks the experts of a checkpoint while it loads; these filters leave them as they are.
+# Stock transformers stacks the experts of a checkpoint while loading; these patterns drop that conversion.
 UNSTACKED = [r"experts\.gate_up_proj", r"experts\.down_proj"]
 
 LINEAR_EXPERTS = Patcher({"Qwen2MoeExperts": LinearExperts}, UNSTACKED, name="experts as Linear layers")
@@ -151,19 +151,19 @@ def tiny_checkpoint(folder: Path) -> Path:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for parameter in model.parameters():  # biases and norms too: a missing one must show
+        for parameter in model.parameters():  # biases and norms too, so that a missing one changes outputs
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(folder)
     return folder
 
 
 def compare(model: PreTrainedModel, stock: PreTrainedModel) -> tuple[float, bool]:
-    """The largest difference of the logits, and whether greedy generation gives the same tokens."""
+    """Return the largest difference of the logits, and whether greedy generation gives the same tokens."""
     inputs = torch.arange(24).view(2, 12)
     with torch.no_grad():
         difference = (model(inputs).logits - stock(inputs).logits).abs().max().item()
-    tokens = [each.generate(inputs, max_new_tokens=8, do_sample=False) for each in (model, stock)]
-    return difference, torch.equal(*tokens)
+    tokens, expected = (m.generate(inputs, max_new_tokens=8, do_sample=False) for m in (model, stock))
+    return difference, torch.equal(tokens, expected)
 
 
 def saves_the_original(model: PreTrainedModel, checkpoint: Path) -> bool:

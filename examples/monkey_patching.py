@@ -1,9 +1,9 @@
-"""Class swaps for a whole process: the registry, with the names and the contract of transformers' own.
+"""Process-wide class replacements: the registry, with the names and the contract of transformers' own.
 
     python examples/monkey_patching.py
 
-Prefer `patcher=` where you can: it is scoped to one load, strict, and converts weights. This is for code that is
-written against a registry.
+Prefer `patcher=`: it is scoped to one load, strict, and converts weights. The registry is for code that is written for
+that of transformers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class MarkedSelfAttention(BertSelfAttention):
 
 
 def quick_start() -> int:
-    """Register; every load and every `from_config` from now on is patched, until it is cleared."""
+    """Register classes: every load and every `from_config` is patched until the registry is cleared."""
     register_patch_mapping({"GPT2Attention": CountingAttention})
     model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64))
     assert type(model.transformer.h[0].attn) is CountingAttention
@@ -55,7 +55,7 @@ def quick_start() -> int:
 
 
 def patterns() -> list[str]:
-    """A key may be an expression; an exact name wins over it. Mind what else it matches."""
+    """A key may be a regular expression, which may match more than intended; exact names take precedence."""
     register_patch_mapping({"^Bert.*SelfAttention$": MarkedSelfAttention})
     register_patch_mapping({"GPT2Attention": CountingAttention})
     register_patch_mapping({"GPT2Attention": GPT2Attention}, overwrite=True)
@@ -64,7 +64,7 @@ def patterns() -> list[str]:
 
 
 def manual_construction() -> tuple[type, type]:
-    """`Model(config)` is patched inside of `apply_patches()` only."""
+    """`Model(config)` is patched inside `apply_patches()` only."""
     config = BertConfig(
         num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=64, vocab_size=64
     )
@@ -76,26 +76,26 @@ def manual_construction() -> tuple[type, type]:
 
 
 def complete_example(checkpoint: Path) -> tuple[float, bool, bool]:
-    """Classes from the registry, weights from a patcher: the registry swaps classes and nothing else."""
+    """Classes from the registry, conversions from a patcher: the registry only replaces classes."""
     stock = AutoModelForCausalLM.from_pretrained(checkpoint)
     register_patch_mapping(dict(moe_layouts.BOTH.class_mapping))
     try:
-        weights = Patcher(
+        conversions = Patcher(
             filtered_weight_conversion_patterns=moe_layouts.BOTH.filtered_weight_conversion_patterns,
             extra_weight_conversions=moe_layouts.BOTH.extra_weight_conversions,
         )
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, patcher=weights)
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, patcher=conversions)
     finally:
-        clear_patch_mapping()  # always, or every later load of the process is patched
+        clear_patch_mapping()  # otherwise every later load of the process is patched
     return *moe_layouts.compare(model, stock), moe_layouts.saves_the_original(model, checkpoint)
 
 
 def main() -> None:
     logging.disable_progress_bar()
     print(f"quick start: the replacement ran {quick_start()} times")
-    print(f"patterns: registered are {patterns()}")
+    print(f"patterns: registered: {patterns()}")
     inside, outside = manual_construction()
-    print(f"manual construction: {inside.__name__} inside of the block, {outside.__name__} outside")
+    print(f"manual construction: {inside.__name__} inside the block, {outside.__name__} outside")
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = moe_layouts.tiny_checkpoint(Path(folder, "qwen2-moe"))
         difference, same_tokens, same_bytes = complete_example(checkpoint)

@@ -1,8 +1,8 @@
-"""Muon, which treats a matrix as a whole, on a model with fused projections: it is given the parts one by one.
+"""Muon, which orthogonalizes whole matrices, on a model with fused projections: it gets the parts one by one.
 
     python examples/muon.py
 
-The model is a tiny random Llama, made here, so that this runs anywhere in seconds; copy `muon` for a real one.
+The model is a tiny random Llama, so that this runs anywhere in seconds; copy `muon` for a real one.
 """
 
 from __future__ import annotations
@@ -22,59 +22,59 @@ def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
 
 
-def muon(model: nn.Module, chosen: Callable[..., bool] = is_hidden_matrix, **options: Any) -> torch.optim.Muon:
-    """Muon over the chosen matrices; a part of a joined one is a parameter of its own, in the same memory.
+def muon(model: nn.Module, selected: Callable[..., bool] = is_hidden_matrix, **options: Any) -> torch.optim.Muon:
+    """Return Muon over the selected matrices; parts of a fused one are parameters that share its memory.
 
-    Make it when the model is where it trains. Between steps, clear gradients with `model.zero_grad()`.
+    Create it after moving the model to its device. Between steps, clear gradients with `model.zero_grad()`.
     """
-    joined, matrices, views = fused_parameters(model), [], []
-    for name, whole in model.named_parameters():
-        if not chosen(name, whole):
+    fused, matrices, views = fused_parameters(model), [], []
+    for name, parameter in model.named_parameters():
+        if not selected(name, parameter):
             continue
-        for part in joined.get(name, ()):
-            view = nn.Parameter(whole.detach().narrow(part.dim, part.start, part.length))
-            views.append((view, whole, part))
+        for part in fused.get(name, ()):
+            view = nn.Parameter(parameter.detach().narrow(part.dim, part.start, part.length))
+            views.append((view, parameter, part))
             matrices.append((part.name, view))
-        if name not in joined:
-            matrices.append((name, whole))
+        if name not in fused:
+            matrices.append((name, parameter))
     optimizer = torch.optim.Muon(matrices, **options)
 
-    def lend_gradients(*_: Any) -> None:
-        for view, whole, part in views:
-            view.grad = None if whole.grad is None else whole.grad.narrow(part.dim, part.start, part.length)
+    def set_gradients(*_: Any) -> None:
+        for view, parameter, part in views:
+            view.grad = None if parameter.grad is None else parameter.grad.narrow(part.dim, part.start, part.length)
 
-    def take_them_back(*_: Any) -> None:
-        for view, whole, _ in views:
-            view.grad = whole.grad = None
+    def clear_gradients(*_: Any) -> None:
+        for view, parameter, _ in views:
+            view.grad = parameter.grad = None
 
-    optimizer.register_step_pre_hook(lend_gradients)
-    optimizer.register_step_post_hook(take_them_back)
+    optimizer.register_step_pre_hook(set_gradients)
+    optimizer.register_step_post_hook(clear_gradients)
     return optimizer
 
 
 def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon for the hidden matrices, AdamW for what is left."""
-    rest = [parameter for name, parameter in model.named_parameters() if not is_hidden_matrix(name, parameter)]
-    return [muon(model, lr=1e-2), torch.optim.AdamW(rest, lr=1e-3)]
+    """Return Muon for the hidden matrices, and AdamW for all other parameters."""
+    others = [parameter for name, parameter in model.named_parameters() if not is_hidden_matrix(name, parameter)]
+    return [muon(model, lr=1e-2), torch.optim.AdamW(others, lr=1e-3)]
 
 
-def train(model: PreTrainedModel, all_of_it: list[torch.optim.Optimizer], steps: int) -> None:
+def train(model: PreTrainedModel, optimizers: list[torch.optim.Optimizer], steps: int) -> None:
     ids = torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(0))
     for _ in range(steps):
         model.zero_grad()
         model(ids, labels=ids).loss.backward()
-        for optimizer in all_of_it:
+        for optimizer in optimizers:
             optimizer.step()
 
 
-def difference(one: nn.Module, other: nn.Module) -> float:
-    """The largest one between their weights, in the layout of transformers."""
-    found, expected = original_state_dict(one), original_state_dict(other)
-    return max(float((found[name] - value).abs().max()) for name, value in expected.items())
+def difference(model: nn.Module, other: nn.Module) -> float:
+    """Return the largest difference between the weights of two models, in the layout of transformers."""
+    weights, expected = original_state_dict(model), original_state_dict(other)
+    return max(float((weights[name] - value).abs().max()) for name, value in expected.items())
 
 
 def main() -> None:
-    torch.set_default_dtype(torch.float64)  # so that a difference is no rounding
+    torch.set_default_dtype(torch.float64)  # so that differences aren't due to rounding
     config = LlamaConfig(
         vocab_size=128,
         hidden_size=64,
@@ -88,24 +88,24 @@ def main() -> None:
         torch.manual_seed(0)
         models.append(AutoModelForCausalLM.from_config(config, dtype=torch.float64, patcher=patcher))
     stock, parts, whole = models
-    print(f"one seed, the weights of stock: {difference(parts, stock) == 0}")
+    print(f"same initial weights as stock: {difference(parts, stock) == 0}")
 
-    stocks_own = optimizers(stock)
-    train(stock, stocks_own, 10)
+    stock_optimizers = optimizers(stock)
+    train(stock, stock_optimizers, 10)
     train(parts, optimizers(parts), 10)
     matrices = [parameter for name, parameter in whole.named_parameters() if is_hidden_matrix(name, parameter)]
-    rest = [parameter for name, parameter in whole.named_parameters() if not is_hidden_matrix(name, parameter)]
-    train(whole, [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-3)], 10)
-    print(f"after 10 steps, given the parts: {difference(parts, stock):.0e} from stock")
-    print(f"after 10 steps, given what is joined: {difference(whole, stock):.0e} from stock")
+    others = [parameter for name, parameter in whole.named_parameters() if not is_hidden_matrix(name, parameter)]
+    train(whole, [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-3)], 10)
+    print(f"after 10 steps on the parts: {difference(parts, stock):.0e} from stock")
+    print(f"after 10 steps on the fused matrices: {difference(whole, stock):.0e} from stock")
 
     load_original_state_dict(parts, original_state_dict(stock))
     resumed = optimizers(parts)
-    for optimizer, other in zip(resumed, stocks_own, strict=True):
-        optimizer.load_state_dict(copy.deepcopy(other.state_dict()))  # of the same matrices, in the same order
+    for optimizer, other in zip(resumed, stock_optimizers, strict=True):
+        optimizer.load_state_dict(copy.deepcopy(other.state_dict()))  # the same matrices in the same order
     train(parts, resumed, 10)
-    train(stock, stocks_own, 10)
-    print(f"10 more, resumed with fusions: {difference(parts, stock):.0e} from the run without")
+    train(stock, stock_optimizers, 10)
+    print(f"after 10 more, resumed with fusions: {difference(parts, stock):.0e} from the stock run")
 
 
 if __name__ == "__main__":

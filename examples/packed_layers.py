@@ -1,9 +1,9 @@
-"""A LoRA on queries and values only, where a model packs queries, keys and values into one layer.
+"""LoRA on queries and values only, in a model that packs queries, keys and values into one layer.
 
 python examples/packed_layers.py
 
-Which rows of `query_key_value` are whose is read from the forward: in GPT-NeoX they lie head by head. The model
-computes what it did, trains, and saves the packed weights.
+The layout of `query_key_value` is inferred from the forward: in GPT-NeoX the rows are interleaved by head. The model
+computes the same, trains, and saves the packed weights.
 """
 
 import tempfile
@@ -49,9 +49,9 @@ def main():
             optimizer.zero_grad()
         adapted.merge_and_unload().save_pretrained(merged)
 
-        # Without patcher=: a checkpoint of GPT-NeoX, in which the rows of queries and values have changed.
-        again = AutoModelForCausalLM.from_pretrained(merged)
-        torch.testing.assert_close(again(ids).logits, model(ids).logits)
+        # Without patcher=: a GPT-NeoX checkpoint in which only the rows of queries and values have changed.
+        loaded = AutoModelForCausalLM.from_pretrained(merged)
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
         name = "gpt_neox.layers.0.attention.query_key_value.weight"
         before, after = (load_file(path / "model.safetensors")[name] for path in (original, merged))
         changes = (after - before).view(HEADS, 3, HEAD, HIDDEN).abs().amax((0, 2, 3))

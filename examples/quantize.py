@@ -1,11 +1,11 @@
-"""Quantize a model with fused layers while it loads: what is quantized, its size, and perplexity before and after.
+"""Quantize a model with fused layers while it loads: number of layers, size and perplexity before and after.
 
-    python examples/quantize.py                                       # SmolLM2, and a mixture made of its weights
+    python examples/quantize.py                                       # SmolLM2, and a mixture from its weights
     python examples/quantize.py Qwen/Qwen2.5-0.5B qkv gate_up         # a repo id or folder, and fusions
     python examples/quantize.py mistralai/Mixtral-8x7B-v0.1 sequential_experts
 
-Projections that are fused are quantized to the bits of stock's: a row at a time. Lists of what to leave in full
-precision name layers as the stock model does. Of experts a quantizer sees nothing until they are linear layers.
+Fused projections are quantized to the same bits as stock's, because each row is quantized separately. Lists of layers
+to skip may name all parts of a fused layer. A quantizer skips experts unless they are linear layers.
 
 It takes half a minute on a CPU, and prints (perplexity is that of Python's own documentation):
 
@@ -16,9 +16,9 @@ It takes half a minute on a CPU, and prints (perplexity is that of Python's own 
     fused, int8                   155 MiB, 120 of 120 layers int8, perplexity 19.28
     fused, int8 but for q, k, v   171 MiB,  90 of 120 layers int8, perplexity 18.90
     perplexity stays within 5 %: True
-    InvalidPatcherError: quantization_config doesn't say the same of weights that are one weight in the patched model:
-      model.layers.{0..29}.self_attn.qkv_proj: q_proj (quantized), k_proj (left alone), v_proj (quantized)
-    Name all of them alike, or name what holds them here (qkv_proj), or leave these modules out of the patcher.
+    InvalidPatcherError: quantization_config names layers that are parts of others in the patched model:
+      model.layers.{0..29}.self_attn.k_proj: part of model.layers.{0..29}.self_attn.qkv_proj
+    Name those instead, or leave these modules out of the patcher.
     Patcher(fusions=['sequential_experts'])
     stock                         409 MiB,   0 of 120 layers int8, perplexity 19.02
     stock, int8                   383 MiB, 120 of 120 layers int8, perplexity 19.08
@@ -45,15 +45,15 @@ from patcher import Patcher, PatcherError
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
-getLogger("bitsandbytes").setLevel(ERROR)  # it says for every layer that it casts
+getLogger("bitsandbytes").setLevel(ERROR)  # it warns of casts for every layer
 
-#: The names are those of the stock model: here, where one layer holds all three, that layer is left alone.
+#: Names of the stock model. Where one layer has all three, that layer is skipped.
 ATTENTION = ["q_proj", "k_proj", "v_proj"]
 
 
-def int8(*left_alone: str) -> BitsAndBytesConfig:
-    # With a list of one's own the head is quantized too, unless it is in the list.
-    return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=[*left_alone, "lm_head"])
+def int8(*skipped: str) -> BitsAndBytesConfig:
+    # A custom list replaces the default one, which has the head.
+    return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=[*skipped, "lm_head"])
 
 
 def main(name: str, fusions: list[str]) -> None:
@@ -62,7 +62,7 @@ def main(name: str, fusions: list[str]) -> None:
     text = " ".join(topics[topic] for topic in ("assert", "lambda", "while", "if", "return"))
     ids = tokenizer(text, return_tensors="pt")["input_ids"][:, :192]
     print(patcher)
-    found: dict[str, float] = {}
+    perplexities: dict[str, float] = {}
     for title, options in {
         "stock": {},
         "stock, int8": {"quantization_config": int8()},
@@ -72,15 +72,14 @@ def main(name: str, fusions: list[str]) -> None:
     }.items():
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, **options).eval()
         linear = [layer.weight.dtype == torch.int8 for layer in linear_layers(model)]
-        found[title] = perplexity(model, ids)
+        perplexities[title] = perplexity(model, ids)
         size = model.get_memory_footprint() / 2**20
-        print(
-            f"{title:<28} {size:4.0f} MiB, {sum(linear):3} of {len(linear)} layers int8, perplexity {found[title]:.2f}"
-        )
+        print(f"{title:<28} {size:4.0f} MiB, {sum(linear):3} of {len(linear)} layers int8", end="")
+        print(f", perplexity {perplexities[title]:.2f}")
         del model
-    print(f"perplexity stays within 5 %: {abs(found['fused, int8'] / found['stock'] - 1) < 0.05}")
+    print(f"perplexity stays within 5 %: {abs(perplexities['fused, int8'] / perplexities['stock'] - 1) < 0.05}")
 
-    if "qkv" in fusions:  # one layer can't be left alone by a third
+    if "qkv" in fusions:  # a third of a layer can't be skipped
         try:
             AutoModelForCausalLM.from_pretrained(name, patcher=patcher, quantization_config=int8("k_proj"))
         except PatcherError as error:
@@ -88,7 +87,7 @@ def main(name: str, fusions: list[str]) -> None:
 
 
 def linear_layers(model: nn.Module) -> Iterator[Any]:
-    """All but the head."""
+    """Return all linear layers but the head."""
     return (layer for path, layer in model.named_modules() if isinstance(layer, nn.Linear) and path != "lm_head")
 
 

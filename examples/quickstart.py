@@ -1,4 +1,4 @@
-"""Patch a pretrained model for one load, look at it, use it, and save the original checkpoint back.
+"""Patch a pretrained model for one load, inspect it, use it, and save the original checkpoint back.
 
 python examples/quickstart.py                       # SmolLM2 and MiniLM, from packages on the index: no hub needed
 python examples/quickstart.py Qwen/Qwen2.5-0.5B     # any Llama-like causal model, by repo id or folder
@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-# transformers imports torchao where it is installed, which warns of its kernels for other machines each time.
+# transformers imports torchao if it is installed, which warns about kernels for other machines.
 for name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -34,7 +34,7 @@ from patcher import Patcher, report
 
 
 class FusedMLP(nn.Module):
-    """The MLP of Llama and its kin with one projection in place of two, and what makes its weight of theirs."""
+    """The MLP of Llama-like models with one projection instead of two, and the conversion of its weights."""
 
     conversion_mapping = (
         WeightConverter(
@@ -101,15 +101,15 @@ def encoder(path: str) -> None:
     stock = AutoModel.from_pretrained(path)
     model = AutoModel.from_pretrained(path, patcher=TANH_GELU)
     print(report(model), "\n")
-    for name, each in (("before", stock), ("after", model)):
-        near, far = similarities(each, inputs)
-        print(f"{name}: cat and kitten {near:.4f}, cat and market {far:.4f}")
+    for title, encoder_model in (("before", stock), ("after", model)):
+        near, far = similarities(encoder_model, inputs)
+        print(f"{title}: cat and kitten {near:.4f}, cat and market {far:.4f}")
     saved_back(model, stock, path)
 
 
 @torch.no_grad()
 def similarities(model: PreTrainedModel, inputs) -> list[float]:
-    """The cosine similarity of the first sentence with each other one, by mean pooling."""
+    """Return the cosine similarities of the first sentence with the others, by mean pooling."""
     mask = inputs["attention_mask"].unsqueeze(-1)
     states = model(**inputs).last_hidden_state * mask
     means = nn.functional.normalize(states.sum(1) / mask.sum(1), dim=-1)
@@ -117,7 +117,7 @@ def similarities(model: PreTrainedModel, inputs) -> list[float]:
 
 
 def saved_back(model: PreTrainedModel, stock: PreTrainedModel, path: str) -> None:
-    """Show that the patched model saves the tensors of the checkpoint that it was loaded from, byte for byte."""
+    """Check that the patched model saves the tensors of its checkpoint, byte for byte."""
     source = path if Path(path).is_dir() else snapshot_download(path, allow_patterns="*.safetensors")
     original, saved = tensors(Path(source)), saved_by(model)
     left_out = original.keys() - saved.keys()
@@ -142,7 +142,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """As integers, which are equal only where all their bits are: numbers are equal for 0.0 and -0.0 too."""
+    """Return a tensor as integers: unlike floats, they are equal only if all bits are (0.0 == -0.0)."""
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
 
 

@@ -5,12 +5,12 @@
 
 It prints, in half a minute on two cores:
 
-    8 modules are fused; loss and accuracy of each step:
+    8 fused modules; loss and accuracy of each step:
     fused    19.5615 (2%)  14.3493 (3%)  14.6964 (0%)  12.0199 (6%)
     resumed  19.5615 (2%)  14.3493 (3%)  14.6964 (0%)  12.0199 (6%)
-    resumed in the middle it goes on as before: True
+    resumed in the middle, same losses: True
     stock    19.5615 (2%)  14.3493 (3%)  14.6964 (0%)  12.0199 (6%)
-    as stock is fine-tuned, within rounding: True (2e-06)
+    same losses as stock, within rounding: True (2e-06)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FUSED = Patcher(fusions=["qkv", "gate_up"])
 
 
 def conversations(count: int = 32) -> Dataset:
-    """Questions about Python's keywords, answered by its own documentation."""
+    """Return questions about Python's keywords, answered by its documentation."""
     return Dataset.from_list(
         [
             {
@@ -46,7 +46,7 @@ def conversations(count: int = 32) -> Dataset:
 
 
 def trainer(name: str, folder: Path, patcher: Patcher | None = None) -> Any:
-    """TRL loads the model: what `model_init_kwargs` holds goes to `from_pretrained`."""
+    """Create a trainer that loads the model: TRL passes `model_init_kwargs` to `from_pretrained`."""
     arguments = SFTConfig(
         output_dir=str(folder),
         model_init_kwargs={"patcher": patcher, "dtype": "float32"},
@@ -61,9 +61,9 @@ def trainer(name: str, folder: Path, patcher: Patcher | None = None) -> Any:
         report_to=[],
         disable_tqdm=True,
     )
-    made = SFTTrainer(model=name, args=arguments, train_dataset=conversations())
-    made.remove_callback(PrinterCallback)
-    return made
+    result = SFTTrainer(model=name, args=arguments, train_dataset=conversations())
+    result.remove_callback(PrinterCallback)
+    return result
 
 
 def show(title: str, run: Any) -> list[float]:
@@ -74,18 +74,18 @@ def show(title: str, run: Any) -> list[float]:
 
 def main(name: str, folder: Path) -> None:
     fused = trainer(name, folder / "fused", FUSED)
-    print(f"{len(report(fused.model).fused)} modules are fused; loss and accuracy of each step:")
+    print(f"{len(report(fused.model).fused)} fused modules; loss and accuracy of each step:")
     fused.train()
-    found = show("fused", fused)
+    losses = show("fused", fused)
 
     resumed = trainer(name, folder / "resumed", FUSED)
     resumed.train(resume_from_checkpoint=str(folder / "fused" / "checkpoint-2"))
-    print(f"resumed in the middle it goes on as before: {show('resumed', resumed) == found}")
+    print(f"resumed in the middle, same losses: {show('resumed', resumed) == losses}")
 
     stock = trainer(name, folder / "stock")
     stock.train()
-    apart = max(abs(one - other) for one, other in zip(found, show("stock", stock), strict=True))
-    print(f"as stock is fine-tuned, within rounding: {apart < 1e-3} ({apart:.0e})")
+    difference = max(abs(loss - expected) for loss, expected in zip(losses, show("stock", stock), strict=True))
+    print(f"same losses as stock, within rounding: {difference < 1e-3} ({difference:.0e})")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Train a fused model with `Trainer`, interrupt the run, resume it, and load what it saved in stock transformers.
+"""Train a fused model with `Trainer`, interrupt and resume the run, and load its checkpoint in stock transformers.
 
     python examples/train_and_resume.py                      # four layers of SmolLM2, from a package on the index
     python examples/train_and_resume.py Qwen/Qwen2.5-0.5B    # any Llama-like causal model, by repo id or folder
@@ -8,11 +8,11 @@ It prints, in half a minute on two cores:
     never interrupted  18.4761 15.7807 14.4808 14.6358
     interrupted        18.4761 15.7807
     resumed            18.4761 15.7807 14.4808 14.6358
-    the weights of the resumed run are those of the one that was never interrupted: True
+    same weights as without the interruption: True
     stock              18.4761 15.7807 14.4808 14.6358
-    as stock trains, within rounding: True (1e-06)
+    same losses as stock, within rounding: True (1e-06)
     resumed without the patcher: PatchedWeightsError
-    what it saved is a LlamaMLP again, and computes the same: True
+    stock transformers loads what it saved as LlamaMLP, with the same outputs: True
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STEPS, SAVED_AT, INTERRUPTED_AT = 4, 2, 3
 
 
 class Interrupt(TrainerCallback):
-    """The power fails in the middle of a run."""
+    """Interrupt a run, as a power failure would."""
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == INTERRUPTED_AT:
@@ -52,13 +52,13 @@ def main(name: str, folder: Path) -> None:
     data = blocks(name)
 
     def load(patcher: Patcher | None) -> Any:
-        # With dropout a resumed run also needs the random numbers of the one before.
+        # With dropout, a resumed run also depends on the state of the random number generator.
         model = AutoModelForCausalLM.from_pretrained(name, patcher=patcher, attention_dropout=0.1)
-        model.get_input_embeddings().requires_grad_(False)  # two thirds of a small model: this is quicker
+        model.get_input_embeddings().requires_grad_(False)  # two thirds of a small model: this is faster
         return model
 
     def trainer(model: Any, **arguments: Any) -> Trainer:
-        made = Trainer(
+        result = Trainer(
             model=model,
             args=TrainingArguments(
                 output_dir=str(folder / "run"),
@@ -70,12 +70,12 @@ def main(name: str, folder: Path) -> None:
             ),
             train_dataset=data,
         )
-        made.remove_callback(PrinterCallback)
-        return made
+        result.remove_callback(PrinterCallback)
+        return result
 
-    whole = trainer(load(FUSED))
-    whole.train()
-    show("never interrupted", whole)
+    uninterrupted = trainer(load(FUSED))
+    uninterrupted.train()
+    show("never interrupted", uninterrupted)
 
     interrupted = trainer(load(FUSED), save_strategy="steps", save_steps=SAVED_AT)
     interrupted.add_callback(Interrupt())
@@ -87,17 +87,17 @@ def main(name: str, folder: Path) -> None:
     resumed = trainer(load(FUSED))
     resumed.train(resume_from_checkpoint=str(folder / "run" / f"checkpoint-{SAVED_AT}"))
     show("resumed", resumed)
-    weights = original_state_dict(resumed.model)  # under the names that stock transformers has for them
-    same = all(torch.equal(value, weights[name]) for name, value in original_state_dict(whole.model).items())
-    print(f"the weights of the resumed run are those of the one that was never interrupted: {same}")
+    weights = original_state_dict(resumed.model)  # under their names in stock transformers
+    same = all(torch.equal(value, weights[name]) for name, value in original_state_dict(uninterrupted.model).items())
+    print(f"same weights as without the interruption: {same}")
 
     stock = trainer(load(None))
     stock.train()
     show("stock", stock)
-    apart = max(abs(one - other) for one, other in zip(losses(resumed), losses(stock), strict=True))
-    print(f"as stock trains, within rounding: {apart < 1e-3} ({apart:.0e})")
+    difference = max(abs(loss - expected) for loss, expected in zip(losses(resumed), losses(stock), strict=True))
+    print(f"same losses as stock, within rounding: {difference < 1e-3} ({difference:.0e})")
 
-    try:  # the state of the optimizer is that of joined weights
+    try:  # the state of the optimizer is in the fused layout
         trainer(load(None)).train(resume_from_checkpoint=str(folder / "run" / f"checkpoint-{SAVED_AT}"))
     except PatcherError as error:
         print(f"resumed without the patcher: {type(error).__name__}")
@@ -106,14 +106,13 @@ def main(name: str, folder: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(folder / "saved")
     ids = data[0]["input_ids"].unsqueeze(0)
     with torch.no_grad():
-        apart = (loaded.eval()(ids).logits - resumed.model.eval()(ids).logits).abs().max().item()
-    print(
-        f"what it saved is a {type(loaded.model.layers[0].mlp).__name__} again, and computes the same: {apart < 1e-3}"
-    )
+        difference = (loaded.eval()(ids).logits - resumed.model.eval()(ids).logits).abs().max().item()
+    mlp = type(loaded.model.layers[0].mlp).__name__
+    print(f"stock transformers loads what it saved as {mlp}, with the same outputs: {difference < 1e-3}")
 
 
 def blocks(name: str, size: int = 64, count: int = 64) -> list[dict[str, torch.Tensor]]:
-    """Python's own documentation in blocks of tokens."""
+    """Return Python's documentation in blocks of tokens."""
     ids = AutoTokenizer.from_pretrained(name)(" ".join(topics.values()), return_tensors="pt")["input_ids"][0]
     return [{"input_ids": block, "labels": block} for block in ids[: size * count].split(size)]
 

@@ -1,19 +1,18 @@
-"""Weights that go from a model that trains to one that generates, after each step: another process, another layout.
+"""Send weights from a training process to a generating one after each step, with different layouts.
 
     python examples/weight_sync.py                    # four layers of SmolLM2, from a package on the index
     python examples/weight_sync.py Qwen/Qwen2.5-0.5B  # any causal model
 
-The trainer has its projections fused; the engine is the stock model, as an inference engine is. What is sent are the
-tensors of the checkpoint, one after the other, in the memory of the trainer's own weights. It prints, in a minute on
-two cores:
+The trainer has fused projections; the engine is the stock model, as an inference engine would be. The tensors of the
+checkpoint are sent one after the other, without copies of the trainer's weights. It prints, in a minute on two cores:
 
     step 1: loss 17.8424, 38 tensors, 170 MB sent in 0.40 s
     step 2: loss 16.4364, 38 tensors, 170 MB sent in 0.37 s
     step 3: loss 15.1519, 38 tensors, 170 MB sent in 0.38 s
-    the engine has the weights that the trainer would save, after each step: True
-    in the memory that it had: True
-    it computes what the trainer does: True (0e+00)
-    it generates the same tokens: True
+    after each step the engine has the weights that the trainer would save: True
+    written in place: True
+    same outputs as the trainer: True (0e+00)
+    same generated tokens: True
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ TRAINER, ENGINE, STEPS = 0, 1, 3
 
 
 def work(name: str) -> None:
-    """What each process does."""
+    """Run one process."""
     dist.init_process_group("gloo")
     tokenizer = AutoTokenizer.from_pretrained(name)
     ids = tokenizer(" ".join(topics.values()), return_tensors="pt")["input_ids"][0][:256].view(4, 64)
@@ -48,11 +47,11 @@ def work(name: str) -> None:
 
 
 def train(name: str, ids: torch.Tensor) -> None:
-    """The process with the fused model."""
+    """Run the process with the fused model."""
     model = AutoModelForCausalLM.from_pretrained(name, patcher=FUSED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    # The engine asks first what it will be sent; that doesn't change while the model trains.
-    dist.broadcast_object_list([[(key, each.shape, each.dtype) for key, each in checkpoint_metadata(model).items()]])
+    # The names, shapes and dtypes are sent once; they don't change while the model trains.
+    dist.broadcast_object_list([[(key, t.shape, t.dtype) for key, t in checkpoint_metadata(model).items()]])
     for step in range(1, STEPS + 1):
         loss = model.train()(ids, labels=ids).loss
         loss.backward()
@@ -70,61 +69,61 @@ def train(name: str, ids: torch.Tensor) -> None:
         )
         with torch.no_grad():
             dist.broadcast(model.eval()(ids).logits, TRAINER)
-        dist.broadcast(generated(model, ids), TRAINER)
-        with tempfile.TemporaryDirectory() as folder:  # for the comparison alone
+        dist.broadcast(generate_tokens(model, ids), TRAINER)
+        with tempfile.TemporaryDirectory() as folder:  # for the comparison only
             model.save_pretrained(folder)
             dist.broadcast_object_list([folder])
             dist.barrier()
 
 
 def generate(name: str, ids: torch.Tensor) -> None:
-    """The process with the stock model."""
+    """Run the process with the stock model."""
     model = AutoModelForCausalLM.from_pretrained(name).eval()
-    expected = received_object()
+    metadata = receive_object()
     addresses = {key: value.data_ptr() for key, value in model.state_dict().items()}
-    same_weights, same_tokens, apart = True, True, 0.0
+    same_weights, same_tokens, difference = True, True, 0.0
     for _ in range(STEPS):
-        load_checkpoint_weights(model, received(expected))
+        load_checkpoint_weights(model, receive(metadata))
         with torch.no_grad():
             logits = model(ids).logits
-        theirs = torch.empty_like(logits)
-        dist.broadcast(theirs, TRAINER)
-        apart = max(apart, (logits - theirs).abs().max().item())
-        tokens = generated(model, ids)
-        theirs = torch.empty_like(tokens)
-        dist.broadcast(theirs, TRAINER)
-        same_tokens &= torch.equal(tokens, theirs)
-        saved = AutoModelForCausalLM.from_pretrained(received_object()).state_dict()
+        expected = torch.empty_like(logits)
+        dist.broadcast(expected, TRAINER)
+        difference = max(difference, (logits - expected).abs().max().item())
+        tokens = generate_tokens(model, ids)
+        expected_tokens = torch.empty_like(tokens)
+        dist.broadcast(expected_tokens, TRAINER)
+        same_tokens &= torch.equal(tokens, expected_tokens)
+        saved = AutoModelForCausalLM.from_pretrained(receive_object()).state_dict()
         same_weights &= all(torch.equal(value, saved[key]) for key, value in model.state_dict().items())
         dist.barrier()
-    print(f"the engine has the weights that the trainer would save, after each step: {same_weights}")
-    stays = all(value.data_ptr() == addresses[key] for key, value in model.state_dict().items())
-    print(f"in the memory that it had: {stays}")
-    print(f"it computes what the trainer does: {apart < 1e-3} ({apart:.0e})")
-    print(f"it generates the same tokens: {same_tokens}")
+    print(f"after each step the engine has the weights that the trainer would save: {same_weights}")
+    in_place = all(value.data_ptr() == addresses[key] for key, value in model.state_dict().items())
+    print(f"written in place: {in_place}")
+    print(f"same outputs as the trainer: {difference < 1e-3} ({difference:.0e})")
+    print(f"same generated tokens: {same_tokens}")
 
 
-def received(expected: list[tuple[str, torch.Size, torch.dtype]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that the trainer sends."""
-    for name, shape, dtype in expected:
+def receive(metadata: list[tuple[str, torch.Size, torch.dtype]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that the trainer sends."""
+    for name, shape, dtype in metadata:
         tensor = torch.empty(shape, dtype=dtype)
         dist.broadcast(tensor, TRAINER)
         yield name, tensor
 
 
-def generated(model: Any, ids: torch.Tensor) -> torch.Tensor:
+def generate_tokens(model: Any, ids: torch.Tensor) -> torch.Tensor:
     tokens: torch.Tensor = model.generate(ids, min_new_tokens=8, max_new_tokens=8, do_sample=False)
     return tokens
 
 
-def received_object() -> Any:
-    found: list[Any] = [None]
-    dist.broadcast_object_list(found)
-    return found[0]
+def receive_object() -> Any:
+    objects: list[Any] = [None]
+    dist.broadcast_object_list(objects)
+    return objects[0]
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:  # torchrun has started this one
+    if "RANK" in os.environ:  # started by torchrun
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         work(sys.argv[1])

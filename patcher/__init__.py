@@ -79,18 +79,18 @@ __all__ = [*errors.__all__, *_HOMES, "__version__"]
 
 
 def _installed() -> bool:
-    """Install the hook once there are models, and nothing of transformers is in the middle of being imported."""
-    of_transformers = [name for name in list(sys.modules) if name.startswith("transformers.")]
-    if "transformers.modeling_utils" not in of_transformers or any(map(is_being_imported, of_transformers)):
+    """Install the hook once `modeling_utils` is imported and no module of transformers is being imported."""
+    imported = [name for name in list(sys.modules) if name.startswith("transformers.")]
+    if "transformers.modeling_utils" not in imported or any(map(is_being_imported, imported)):
         return False
-    # Importing transformers must not fail for it. What is wrong is raised by the first use of a public name.
+    # Importing transformers must not fail because of this package. The first use of a public name raises instead.
     with contextlib.suppress(errors.PatcherError, ImportError, AttributeError):
         errors.public_name("patcher.integrations", "install")()
     return True
 
 
 def __getattr__(name: str) -> Any:
-    # Late, so that `import patcher` costs nothing, and using any of it teaches `from_pretrained` the argument.
+    # Imported lazily, so that `import patcher` is fast; using any public name installs the hook.
     if name in _MODULES:
         return importlib.import_module(f"patcher.{name}")
     if name == "__version__":
@@ -108,6 +108,6 @@ def __dir__() -> list[str]:
     return sorted([*__all__, *_MODULES])
 
 
-# Not only where a public name is used: in `Model.from_pretrained(..., patcher=patcher.Patcher(...))` Python looks the
-# method up before that.
+# Using a public name installs the hook too, but in `Model.from_pretrained(..., patcher=patcher.Patcher(...))` Python
+# looks the method up before that.
 after_imports_of("patcher", lambda name: name.startswith("transformers."), _installed)

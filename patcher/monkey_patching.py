@@ -1,4 +1,4 @@
-"""A process-wide registry of class swaps, under the names that transformers gives to its own.
+"""A process-wide registry of class replacements, with the names of transformers' own registry.
 
 >>> from transformers import LlamaConfig, LlamaForCausalLM
 >>> from transformers.models.llama.modeling_llama import LlamaMLP
@@ -9,10 +9,10 @@
 'CustomMLP'
 >>> clear_patch_mapping()
 
-A `Patcher` passed to one load is the better tool: it is scoped, it is strict, and it converts weights. The registry is
-for code that is written against that of transformers. Its contract is the one documented there: a key is an exact name
-or an expression, exact before expression; the names that modeling code binds classes to count as well as their own;
-nothing is checked strictly, since it meets every model of the process; it raises `TypeError` and `ValueError`.
+Prefer a `Patcher` that is passed to one load: it is scoped, it is strict, and it converts weights. The registry is for
+code that is written for that of transformers. Its contract is the one documented there: a key is an exact name or an
+expression, and exact names take precedence; a class matches by its own name and by the names that modeling code binds
+it to; unused keys are allowed, since it applies to every model of the process; it raises `TypeError` and `ValueError`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = """
     unregister_monkey_patch_mapping unregister_patch_mapping
 """.split()
 
-_writing = threading.Lock()
+_lock = threading.Lock()
 install()
 
 
@@ -53,22 +53,22 @@ def register_patch_mapping(mapping: Mapping[str, Any], overwrite: bool = False) 
 
     Args:
         mapping: exact class name or regular expression -> replacement.
-        overwrite: whether a key that is registered already may be replaced.
+        overwrite: whether keys that are registered already are replaced.
 
     Raises:
-        TypeError: a replacement that isn't a subclass of `nn.Module`.
-        ValueError: a key that is registered already, or what a `Patcher` refuses. Nothing is registered then.
+        TypeError: if a replacement isn't a subclass of `nn.Module`.
+        ValueError: if a key is registered already, or a `Patcher` refuses it. Nothing is registered then.
     """
     for key, cls in mapping.items():
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            what = cls.__name__ if isinstance(cls, type) else f"an instance of {type(cls).__name__}"
-            raise TypeError(f"The replacement for '{key}' must be a subclass of nn.Module, got {what}")
-    with _writing:
+            value = cls.__name__ if isinstance(cls, type) else f"an instance of {type(cls).__name__}"
+            raise TypeError(f"The replacement for '{key}' must be a subclass of nn.Module, got {value}")
+    with _lock:
         current = get_patch_mapping()
-        taken = [key for key in mapping if key in current]
-        if taken and not overwrite:
+        duplicates = [key for key in mapping if key in current]
+        if duplicates and not overwrite:
             raise ValueError(
-                f"'{taken[0]}' has a patch registered already, {current[taken[0]].__name__}. "
+                f"'{duplicates[0]}' has a patch registered already, {current[duplicates[0]].__name__}. "
                 "Pass overwrite=True to replace it."
             )
         try:
@@ -78,7 +78,7 @@ def register_patch_mapping(mapping: Mapping[str, Any], overwrite: bool = False) 
 
 
 def unregister_patch_mapping(keys: Iterable[str]) -> None:
-    """Take keys out, written as they were registered.
+    """Remove keys, written as they were registered.
 
     >>> register_patch_mapping({"Qwen2MoeExperts": nn.Identity})
     >>> unregister_patch_mapping(["Qwen2MoeExperts"])
@@ -86,9 +86,9 @@ def unregister_patch_mapping(keys: Iterable[str]) -> None:
     {}
 
     Raises:
-        ValueError: a key that is not registered. Nothing is taken out then.
+        ValueError: if a key isn't registered. Nothing is removed then.
     """
-    with _writing:
+    with _lock:
         current = get_patch_mapping()
         for key in [keys] if isinstance(keys, str) else keys:
             if key not in current:
@@ -102,19 +102,19 @@ def unregister_patch_mapping(keys: Iterable[str]) -> None:
 
 
 def get_patch_mapping() -> dict[str, type[nn.Module]]:
-    """A copy of what is registered."""
+    """Return a copy of the registered mapping."""
     return dict(registered_patcher().class_mapping)
 
 
 def clear_patch_mapping() -> None:
-    """Take everything out."""
-    with _writing:
+    """Remove all keys."""
+    with _lock:
         set_registered_patcher(Patcher(strict=False))
 
 
 @contextmanager
 def apply_patches() -> Iterator[None]:
-    """Build with what is registered inside the block, in this thread or task: for `Model(config)`.
+    """Apply the registered mapping to models built in the block, in this thread or task: for `Model(config)`.
 
     >>> from transformers import BertConfig, BertModel
     >>> config = BertConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=96)
@@ -126,11 +126,11 @@ def apply_patches() -> Iterator[None]:
 
 
 def patch_output_recorders(model: nn.Module) -> None:
-    """Have a model that was patched by hand record the outputs of its replacements.
+    """Record the outputs of replacements in a model that was patched by hand.
 
-    >>> patch_output_recorders(nn.Identity())  # nothing is registered, and it records nothing
+    >>> patch_output_recorders(nn.Identity())  # nothing is registered, so nothing is recorded
 
-    Recorders are put on the model itself, never on its class. A model that was built under a patcher needs no call.
+    Recorders are set on the model, never on its class. A model that was built with a patcher doesn't need this.
     """
     mapping = registered_patcher().class_mapping
     if mapping:

@@ -1,4 +1,4 @@
-"""A patched model as a folder that anyone loads, without this package: `patcher.export(model, patcher, folder)`."""
+"""Export of a patched model to a folder that loads without this package: `patcher.export(model, patcher, folder)`."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ from patcher.codegen.config import PatchConfig
 from patcher.codegen.generation.generator import Generated, build
 from patcher.compat.models import class_in
 from patcher.display.parts import Cell, Notes, Part, Table
-from patcher.display.shown import Shown
+from patcher.display.shown import Displayable
 from patcher.errors import CodegenError, InvalidPatcherError, VerificationError
 from patcher.source.modules import SourceModule
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
 from patcher.verification.verify import Verification, compare
 
-#: Where in the hub a repo is: what `snapshot_download` takes.
+#: Arguments of `snapshot_download` that say where a repo is.
 _PLACES = ("cache_dir", "local_files_only", "revision", "token")
-#: Weights in formats that `from_pretrained` doesn't look for, and what a training leaves behind.
-_OTHER_WEIGHTS = "bin ckpt gguf h5 msgpack npz onnx ot pb pt pth safetensors tflite".split()
-_OF_TRAINING = ("trainer_state.json", "training_args.bin")
-#: What a card takes over of that of the original.
-_KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "tags", "base_model")
+#: Suffixes of files with weights, all but those that `from_pretrained` loads by default are left out.
+_WEIGHT_SUFFIXES = "bin ckpt gguf h5 msgpack npz onnx ot pb pt pth safetensors tflite".split()
+_TRAINER_FILES = ("trainer_state.json", "training_args.bin")
+#: Metadata that the model card has from the original.
+_KEPT_METADATA = ("license", "license_name", "license_link", "language", "pipeline_tag", "tags", "base_model")
 
 
 @dataclass(frozen=True)
-class Exported(Shown):
-    """What `patcher.export` has written.
+class Exported(Displayable):
+    """The result of `patcher.export`.
 
     Attributes:
-        folder: where.
+        folder: the folder that was written.
         modeling_file: the name of the modeling file.
-        auto_map: Auto class -> the class of that file which it gives, as `config.json` has it.
-        changes: what differs from the code of transformers, a text for each.
+        auto_map: Auto class -> the class of the modeling file that it loads, as in `config.json`.
+        changes: the differences from the code of transformers, as texts.
         files: the names of all files.
-        verification: how it was compared with the original; None where it wasn't.
-        address: of the commit, where it was pushed to the hub.
+        verification: the comparison with the original; None if it wasn't verified.
+        address: the address of the commit if it was pushed to the hub.
     """
 
     folder: Path
@@ -63,12 +63,12 @@ class Exported(Shown):
     address: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it in dicts, lists, texts and numbers, for JSON."""
+        """Return the fields as dicts, lists, strings and numbers, for JSON."""
         return super().to_dict() | {"folder": str(self.folder)}
 
     def _headline(self) -> str:
-        found = self.verification
-        verified = "not verified" if found is None else f"verified in {found.seconds:.1f} s"
+        verification = self.verification
+        verified = "not verified" if verification is None else f"verified in {verification.seconds:.1f} s"
         return f"{self.folder}: {len(self.files)} files, {verified}" + (f", {self.address}" if self.address else "")
 
     def _verdict(self) -> Cell | None:
@@ -90,7 +90,7 @@ def export(
     push_to_hub: str = "",
     **places: Any,
 ) -> Exported:
-    """Write a folder from which anyone loads a patched model with torch and transformers alone.
+    """Write a folder from which a patched model can be loaded with torch and transformers alone.
 
     >>> import tempfile, patcher
     >>> from pathlib import Path
@@ -106,26 +106,26 @@ def export(
     >>> type(model.model.layers[0].self_attn).__module__.startswith("transformers_modules.")
     True
 
-    In it are a modeling file (see `patcher.codegen`), the config with an `auto_map` that names it, the weights and
-    the files of tokenizer and processor, byte for byte, and a model card that says what differs, how it was verified
-    and on what. Without `trust_remote_code=True` transformers loads the original model from it.
+    The folder has a modeling file (see `patcher.codegen`), the config with an `auto_map` that names it, the weights
+    and the files of tokenizer and processor, byte for byte, and a model card with the changes and how they were
+    verified. Without `trust_remote_code=True` transformers loads the original model from it.
 
     Args:
         model: a repo id or a folder.
-        patcher: what differs.
+        patcher: the patcher to apply.
         folder: where to write; a new or an empty folder.
-        model_class: the class of model that the patcher is for, or an Auto class; by default what the config names.
-        verify: compare what was written with the original, as `patcher.compare` does.
-        quick: in a tenth of the time, as in `patcher.verify`.
-        push_to_hub: the repo to put it into, `"me/my-model"`, which is made if there is none.
-        places: where in the hub the model is: `revision`, `token`, `cache_dir`, `local_files_only`.
+        model_class: the model class that the patcher is for, or an Auto class; by default the one in the config.
+        verify: whether to compare the exported model with the original, as `patcher.compare` does.
+        quick: whether to do so in a tenth of the time, as in `patcher.verify`.
+        push_to_hub: the repo to push it to, `"me/my-model"`, which is created if needed.
+        places: where the model is on the hub: `revision`, `token`, `cache_dir`, `local_files_only`.
 
     Raises:
-        InvalidPatcherError: no patcher, no model whose weights can be copied, or a folder in which something is.
-        CodegenError: a modeling file can't do what the patcher does.
-        VerificationError: what was written isn't the same as the original.
+        InvalidPatcherError: if there is no patcher, or no model with weights to copy, or the folder isn't empty.
+        CodegenError: if a modeling file can't do what the patcher does.
+        VerificationError: if the exported model doesn't compute the same as the original.
 
-    Whatever is raised, nothing is left in `folder`.
+    If it raises, nothing is left in `folder`.
     """
     if not isinstance(patcher, Patcher):
         raise not_a_patcher("export(model, {}, folder)", patcher)
@@ -143,15 +143,15 @@ def export(
     target.mkdir(parents=True, exist_ok=True)
     try:
         _write(source, target, generated, auto_map)
-        found = None
+        verification = None
         if verify:
-            found = compare(source, target, quick=quick, progress=False, trust_remote_code=True)
-            if not found.passed:
+            verification = compare(source, target, quick=quick, progress=False, trust_remote_code=True)
+            if not verification.passed:
                 raise VerificationError(
-                    f"the {cls.__name__} of {generated.config.target_file} is not what that of transformers is:\n  "
-                    + "\n  ".join(found.failures)
+                    f"the {cls.__name__} of {generated.config.target_file} isn't the same as that of transformers:\n  "
+                    + "\n  ".join(verification.failures)
                 )
-        exported = Exported(target, generated.config.target_file, auto_map, changes, (), found)
+        exported = Exported(target, generated.config.target_file, auto_map, changes, (), verification)
         card = _card(exported, str(model), source, patcher, generated.source, push_to_hub or target.name)
         (target / "README.md").write_text(card, "utf-8")
         if push_to_hub:
@@ -164,7 +164,7 @@ def export(
         if not is_new:
             target.mkdir()
         raise
-    files = tuple(sorted(each.relative_to(target).as_posix() for each in target.rglob("*") if each.is_file()))
+    files = tuple(sorted(file.relative_to(target).as_posix() for file in target.rglob("*") if file.is_file()))
     return replace(exported, files=files)
 
 
@@ -179,54 +179,54 @@ def _generated(patcher: Patcher, cls: type[PreTrainedModel], config: PretrainedC
     try:
         return build(PatchConfig.from_patcher(patcher, cls, config=config, target_file=file))
     except CodegenError as error:
-        reason = str(error).partition(": ")[2]  # behind the place of a config, which here is none
+        reason = str(error).partition(": ")[2]  # without the location of the config, which has none here
         raise CodegenError(f"no modeling file can do what the patcher does: {reason}") from error
 
 
 def _source(model: str | os.PathLike[str], places: Mapping[str, Any]) -> Path:
-    """The folder with the files of a model: those of a repo are fetched."""
+    """Return the folder with the files of a model; download it if it is a repo."""
     if Path(model).is_dir():
         return Path(model)
-    others = [f"*.{ending}" for ending in _OTHER_WEIGHTS if ending not in ("bin", "safetensors")]
-    named = {name: places[name] for name in _PLACES if name in places}
-    return Path(snapshot_download(str(model), ignore_patterns=[*others, "*/*.bin", "*/*.safetensors"], **named))
+    others = [f"*.{suffix}" for suffix in _WEIGHT_SUFFIXES if suffix not in ("bin", "safetensors")]
+    arguments = {name: places[name] for name in _PLACES if name in places}
+    return Path(snapshot_download(str(model), ignore_patterns=[*others, "*/*.bin", "*/*.safetensors"], **arguments))
 
 
 def _auto_map(cls: type[PreTrainedModel], config: PretrainedConfig, stem: str) -> dict[str, str]:
-    """Auto class -> the class of the file that it gives."""
-    autos = {name: getattr(transformers, name) for name in dir(transformers) if name.startswith("AutoModel")}
-    chosen = {name: class_in(auto, config) for name, auto in autos.items()}
+    """Return Auto class -> the class of the modeling file that it loads."""
+    auto_classes = {name: getattr(transformers, name) for name in dir(transformers) if name.startswith("AutoModel")}
+    classes = {name: class_in(auto_class, config) for name, auto_class in auto_classes.items()}
     return {
-        name: f"{stem}.{each.__name__}"
-        for name, each in chosen.items()
-        if each is not None and each.__module__ == cls.__module__
+        name: f"{stem}.{model_class.__name__}"
+        for name, model_class in classes.items()
+        if model_class is not None and model_class.__module__ == cls.__module__
     }
 
 
 def _write(source: Path, target: Path, generated: Generated, auto_map: dict[str, str]) -> None:
-    """Write all files but the card: the weights as `from_pretrained` finds them, and all that isn't weights.
+    """Write all files but the card: the weights that `from_pretrained` loads, and all files without weights.
 
     Raises:
-        InvalidPatcherError: there are no weights.
+        InvalidPatcherError: if there are no weights.
     """
-    files = [each for each in source.iterdir() if each.is_file() and not each.name.startswith(".")]
-    weights = [each for each in files if is_default(each.name)]
+    files = [file for file in source.iterdir() if file.is_file() and not file.name.startswith(".")]
+    weights = [file for file in files if is_default(file.name)]
     if not weights:
         raise InvalidPatcherError(
             f"{source} has no weights that from_pretrained looks for, such as model.safetensors. Load the model, and "
             "write it with save_pretrained first."
         )
-    safe = [each for each in weights if "safetensors" in each.name]
-    left_out = {*weights, *(source / name for name in (*_OF_TRAINING, "README.md", "config.json"))}
-    rest = [each for each in files if each not in left_out and each.suffix.removeprefix(".") not in _OTHER_WEIGHTS]
-    for each in [*(safe or weights), *rest]:
-        shutil.copyfile(each, target / each.name)
-    written = json.loads((source / "config.json").read_text("utf-8")) | {"auto_map": auto_map}
-    (target / "config.json").write_text(json.dumps(written, indent=2, ensure_ascii=False) + "\n", "utf-8")
-    # Whoever trains the model and saves it then has the file in that folder too. Of several Auto classes the first.
-    own = {reference.rpartition(".")[2]: name for name, reference in reversed(auto_map.items())}
-    registered = "".join(f'{cls}.register_for_auto_class("{name}")\n' for cls, name in own.items())
-    text = generated.text.rstrip("\r\n") + "\n\n# A model that is saved brings this file with it.\n" + registered
+    safetensors = [file for file in weights if "safetensors" in file.name]
+    left_out = {*weights, *(source / name for name in (*_TRAINER_FILES, "README.md", "config.json"))}
+    others = [file for file in files if file not in left_out and file.suffix.removeprefix(".") not in _WEIGHT_SUFFIXES]
+    for file in [*(safetensors or weights), *others]:
+        shutil.copyfile(file, target / file.name)
+    config = json.loads((source / "config.json").read_text("utf-8")) | {"auto_map": auto_map}
+    (target / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    # So that `save_pretrained` copies the file. A class in several Auto classes is registered for the first one.
+    auto_classes = {reference.rpartition(".")[2]: name for name, reference in reversed(auto_map.items())}
+    calls = "".join(f'{cls}.register_for_auto_class("{name}")\n' for cls, name in auto_classes.items())
+    text = generated.text.rstrip("\r\n") + "\n\n# save_pretrained copies this file.\n" + calls
     (target / generated.config.target_file).write_text(text, "utf-8")
 
 
@@ -238,33 +238,34 @@ def _changes(generated: Generated) -> tuple[str, ...]:
     return (*texts, *(f"add `{helper.source.name}`" for helper in generated.config.helpers))
 
 
-def _card(made: Exported, model: str, source: Path, patcher: Patcher, code: SourceModule, place: str) -> str:
+def _card(exported: Exported, model: str, source: Path, patcher: Patcher, code: SourceModule, repo: str) -> str:
     readme, is_repo = source / "README.md", not Path(model).is_dir()
-    before = (metadata_load(readme) if readme.is_file() else None) or {}
-    before |= {"base_model": model} if is_repo else {}
-    about = ModelCardData(library_name="transformers", **{name: before[name] for name in _KEPT if name in before})
-    auto = next((each for each in made.auto_map if each != "AutoModel"), "AutoModel")
-    changes = "\n".join(f"- {change}" for change in made.changes)
+    original = (metadata_load(readme) if readme.is_file() else None) or {}
+    original |= {"base_model": model} if is_repo else {}
+    kept = {name: original[name] for name in _KEPT_METADATA if name in original}
+    metadata = ModelCardData(library_name="transformers", **kept)
+    auto_class = next((name for name in exported.auto_map if name != "AutoModel"), "AutoModel")
+    changes = "\n".join(f"- {change}" for change in exported.changes)
     return f"""\
 ---
-{about.to_yaml()}
+{metadata.to_yaml()}
 ---
 
 The weights of {f"`{model}`" if is_repo else "the original model"}, byte for byte, with other modeling code. It needs \
 torch and transformers.
 
 ```python
-from transformers import {auto}
+from transformers import {auto_class}
 
-model = {auto}.from_pretrained("{place}", trust_remote_code=True)
+model = {auto_class}.from_pretrained("{repo}", trust_remote_code=True)
 ```
 
 Without `trust_remote_code=True` transformers loads the original model.
 
 ## What differs
 
-`{made.modeling_file}` is `{code.name}` of {code.version or f"transformers {transformers.__version__}"}, changed by \
-patcher {version("patcher")}:
+`{exported.modeling_file}` is `{code.name}` of {code.version or f"transformers {transformers.__version__}"}, changed \
+by patcher {version("patcher")}:
 
 ```python
 {patcher!r}
@@ -274,17 +275,17 @@ patcher {version("patcher")}:
 
 ## How it was verified
 
-{"It was not verified." if made.verification is None else _verified(made.verification)}
+{"It was not verified." if exported.verification is None else _verification_section(exported.verification)}
 """
 
 
-def _verified(found: Verification) -> str:
+def _verification_section(verification: Verification) -> str:
     rows = "\n".join(
         f"| {name} | {'passed' if stage.checked else stage.message} | {figures} | {allowed} |"
-        for stage, (name, _, figures, allowed, *_) in zip(found.stages, found.rows(), strict=True)
+        for stage, (name, _, figures, allowed, *_) in zip(verification.stages, verification.rows(), strict=True)
     )
     return f"""\
-By `patcher.compare` with the original, on {datetime.date.today().isoformat()}, in {found.dtype}; \
+By `patcher.compare` with the original, on {datetime.date.today().isoformat()}, in {verification.dtype}; \
 Python {platform.python_version()}, torch {version("torch")}, transformers {version("transformers")}; \
 {platform.system()} on {platform.machine()}.
 

@@ -186,7 +186,7 @@ def no_model(folder: Path) -> Path:
 REFUSED: dict[str, tuple[type[Exception], str, Any]] = {
     "a wrong patch": (
         VerificationError,
-        r"the LlamaForCausalLM of modeling_llama.py is not what that of transformers is:\n  outputs: ",
+        r"the LlamaForCausalLM of modeling_llama.py isn't the same as that of transformers:\n  outputs: ",
         lambda at: (at, Patcher({"LlamaMLP": WrongMLP})),
     ),
     "no patcher": (InvalidPatcherError, r"export\(model, .*, folder\)", lambda at: (at, "qkv")),

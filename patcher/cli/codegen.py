@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperGroup
 
-from patcher.cli.commands import Answer, command
+from patcher.cli.commands import Result, command
 from patcher.cli.options import OPTIONS, with_options
 from patcher.errors import CodegenError
 
 if TYPE_CHECKING:
     from patcher.codegen.spec import PatchSpec
 
-# What generates is imported in functions: it takes a third of a second, which `--help` doesn't need.
+# The generator is imported in functions: it takes a third of a second, which `--help` doesn't need.
 
 
 class _WithDefault(TyperGroup):
-    """`patcher codegen CONFIG --diff` generates; only a first word that is a command is one."""
+    """A group whose default command is `generate`: `patcher codegen CONFIG --diff`."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        own = {*self.commands, *ctx.help_option_names}
-        return super().parse_args(ctx, args if args and args[0] in own else ["generate", *args])
+        first_words = {*self.commands, *ctx.help_option_names}
+        return super().parse_args(ctx, args if args and args[0] in first_words else ["generate", *args])
 
 
 app = typer.Typer(cls=_WithDefault, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -40,10 +40,10 @@ def patched_files() -> None:
 
 @app.command()
 @command
-def verify(module: str, config_name: Any, model_name: Any, model_config: Any, tolerance: Any, partly: bool) -> Answer:
-    """Check that the models of a file compute as stock.
+def verify(module: str, config_name: Any, model_name: Any, model_config: Any, tolerance: Any, partly: bool) -> Result:
+    """Check that the models of a file compute the same as stock.
 
-    Small ones run beside stock and beside the runtime patch. Exits with 1 if they differ, or a patch never ran.
+    Small models are compared with stock and with the runtime patch. Exits with 1 if they differ, or a patch never ran.
     """
     from transformers import AutoConfig
 
@@ -51,46 +51,46 @@ def verify(module: str, config_name: Any, model_name: Any, model_config: Any, to
     from patcher.codegen.files.projects import load_configs
 
     small = None if model_config is None else AutoConfig.from_pretrained(model_config)
-    found = [
-        verify(each, model_class=model_name, model_config=small, tolerance=tolerance, partly=partly)
-        for each in load_configs(module, config_name)
+    results = [
+        verify(config, model_class=model_name, model_config=small, tolerance=tolerance, partly=partly)
+        for config in load_configs(module, config_name)
     ]
-    return found, all(each.passed for each in found)
+    return results, all(result.passed for result in results)
 
 
-def codegen(**given: Any) -> None:
-    """Generate modeling files with patches in them, from configs.
+def codegen(**options: Any) -> None:
+    """Generate patched modeling files from configs.
 
-    With --check, compare the files with what their configs say.
+    With --check, report files that aren't up to date.
     """
     from patcher.codegen.files.projects import discover, load_configs, read_settings
 
-    _refuse([OPTIONS[name].label for name, value in given.items() if value])
-    module, output_dir = given["module"], given["output_dir"]
+    _check_combination([OPTIONS[name].label for name, value in options.items() if value])
+    module, output_dir = options["module"], options["output_dir"]
     try:
         settings = read_settings()
-        given["formatted"] = given["formatted"] or settings.formatted
-        if given["check_only"]:
+        options["formatted"] = options["formatted"] or settings.formatted
+        if options["check_only"]:
             from patcher.codegen.files.checker import check
 
             configs = [module] if module else None
-            results = check(configs, fix=given["fix"], output_dir=output_dir, formatted=given["formatted"])
-            bad = sum(not result.ok for result in results)
-            typer.echo("\n".join([*map(str, results), f"{len(results)} checked, {bad} to mend"]))
-            if bad:
+            results = check(configs, fix=options["fix"], output_dir=output_dir, formatted=options["formatted"])
+            failed = sum(not result.ok for result in results)
+            typer.echo("\n".join([*map(str, results), f"{len(results)} checked, {failed} to fix"]))
+            if failed:
                 raise typer.Exit(1)
-        elif given["list_configs"]:
+        elif options["list_configs"]:
             if not (paths := discover(settings)):
                 typer.echo(
                     "no *_patch_gen_config.py here; set search_root in [tool.patcher.codegen] of pyproject.toml"
                 )
-            _of_each(paths, _list)
-        elif given["every"]:
+            _for_every_config(paths, _list)
+        elif options["every"]:
             written: dict[Path, str] = {}
-            _of_each(discover(settings), lambda label, config: _generate(config, given, label, written))
+            _for_every_config(discover(settings), lambda label, config: _generate(config, options, label, written))
         else:
-            for config in load_configs(str(module), given["config_name"]):
-                _generate(config, given, str(module), {})
+            for config in load_configs(str(module), options["config_name"]):
+                _generate(config, options, str(module), {})
     except CodegenError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
@@ -99,7 +99,7 @@ def codegen(**given: Any) -> None:
 _NAMES = "module output_dir config_name list_configs every dry_run diff check_only fix formatted verbose".split()
 app.command("generate")(with_options(codegen, _NAMES, module=None))
 
-#: what the command does -> the options that go with it; of several the first
+#: mode of the command -> the options that it can be combined with; the first mode that is given counts
 _MODES = {
     "--list": (),
     "--check": ("CONFIG", "-o", "--fix", "--format"),
@@ -108,18 +108,18 @@ _MODES = {
 }
 
 
-def _refuse(given: Collection[str]) -> None:
-    """Raise for options that can't act together."""
-    mode = next((each for each in _MODES if each in given), None)
+def _check_combination(labels: Collection[str]) -> None:
+    """Raise for options that can't be combined."""
+    mode = next((mode for mode in _MODES if mode in labels), None)
     if mode is None:
         raise typer.BadParameter("Name a config, or use --list, --all or --check.")
-    for other in (each for each in given if each not in (mode, *_MODES[mode])):
+    for other in (label for label in labels if label not in (mode, *_MODES[mode])):
         allowed = f"goes with {', '.join(_MODES[mode])} only" if _MODES[mode] else "goes with no other option"
         raise typer.BadParameter(f"{mode} {allowed}. Leave {other} out.")
 
 
-def _of_each(paths: list[Path], act: Callable[[str, PatchSpec], None]) -> None:
-    """Act on every config; those that fail are named at the end, and don't keep the others from it."""
+def _for_every_config(paths: list[Path], function: Callable[[str, PatchSpec], None]) -> None:
+    """Call a function for every config, and report those that failed after the last one."""
     from patcher.codegen.files.projects import load_configs
     from patcher.codegen.generation.header import config_path
 
@@ -128,7 +128,7 @@ def _of_each(paths: list[Path], act: Callable[[str, PatchSpec], None]) -> None:
         label = config_path(path)
         try:
             for config in load_configs(path):
-                act(label, config)
+                function(label, config)
         except CodegenError as error:
             typer.echo(f"error: {label}: {error}", err=True)
             failed.append(label)
@@ -141,38 +141,39 @@ def _list(label: str, config: PatchSpec) -> None:
     typer.echo(f"{label}: {config.source_module} -> {config.target_file}, {len(config.patches)} patches")
 
 
-def _generate(config: PatchSpec, given: dict[str, Any], label: str, written: dict[Path, str]) -> None:
-    """Write the file of a config, or say what would be written.
+def _generate(config: PatchSpec, options: dict[str, Any], label: str, written: dict[Path, str]) -> None:
+    """Write the file of a config, or print what would be written.
 
     Args:
-        written: file -> the config of which it is.
+        label: the name of the config in messages.
+        written: file -> the label of its config, to detect two configs with one file.
     """
     from patcher.codegen.files.checker import changed_originals
     from patcher.codegen.files.writer import diff_path, final_text, output_folder, unified_diff, write_generated
     from patcher.codegen.generation.generator import build
     from patcher.source.differences import diff_of
 
-    folder = output_folder(config, given["output_dir"])
+    folder = output_folder(config, options["output_dir"])
     path = folder / config.target_file
     if label != written.setdefault(path, label):
         raise config.error(f"{path} is the file of {written[path]} already. Give one another target_file.")
     generated = build(config)
-    if given["verbose"]:
+    if options["verbose"]:
         typer.echo(f"{generated.source.name} ({generated.source.version or 'no version'})")
         for patch in generated.patches:
-            about = f": {patch.description}" if patch.description else ""
-            typer.echo(f"  {patch.kind.value} {patch.target}{about}")
+            description = f": {patch.description}" if patch.description else ""
+            typer.echo(f"  {patch.kind.value} {patch.target}{description}")
         for helper in config.helpers:
             typer.echo(f"  add helper {helper.source.name}")
-    if not given["dry_run"]:
-        taken_over = changed_originals(config, path)
-        write_generated(generated, folder, diff=given["diff"], formatted=given["formatted"])
+    if not options["dry_run"]:
+        changed = changed_originals(config, path)
+        write_generated(generated, folder, diff=options["diff"], formatted=options["formatted"])
         typer.echo(f"wrote {path}" + (f" and {diff_path(path).name}" if diff_path(path).is_file() else ""))
-        for change in taken_over:
+        for change in changed:
             typer.echo(f"taken over: what {change.call} at {change.where} patches has changed", err=True)
         return
-    text = final_text(generated, formatted=given["formatted"])
-    if given["diff"]:
+    text = final_text(generated, formatted=options["formatted"])
+    if options["diff"]:
         typer.echo(unified_diff(generated, text), nl=False)
         return
     old = path.read_text("utf-8", "replace") if path.is_file() else ""

@@ -1,7 +1,7 @@
 """The commands around a patcher: `presets`, `plan`, `verify`, `bench`, `diff`, `export`.
 
-Each exits with 0 when all is right, with 1 when what it checks fails, and with 2 when its arguments are invalid. The
-answer is all that goes to stdout. What they call is imported then: it takes seconds, which `--help` doesn't need.
+Exit codes: 0 on success, 1 if the check fails, 2 if the arguments are invalid. Only the result goes to stdout. Modules
+that take seconds to import are imported in the commands, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -19,74 +19,74 @@ from typing import Any
 import typer
 
 import patcher as library
-from patcher.cli.options import WHAT, parameter_of, with_options
+from patcher.cli.options import PATCHER_OPTIONS, parameter_of, with_options
 from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError
 
-#: what a command prints, and whether it is right
-Answer = tuple[Any, bool]
-_ALL_OF_WHAT = (*map(parameter_of, WHAT), "unpinned")
-#: parameters in whose place a command has several options
-_SEVERAL = {"patcher": _ALL_OF_WHAT, "patchers": _ALL_OF_WHAT, "options": ("revision", "remote")}
+#: the value that a command prints, and whether it succeeded
+Result = tuple[Any, bool]
+_PATCHER_PARAMETERS = (*map(parameter_of, PATCHER_OPTIONS), "unpinned")
+#: parameter of a command -> the several options that it is made from
+_COMBINED = {"patcher": _PATCHER_PARAMETERS, "patchers": _PATCHER_PARAMETERS, "options": ("revision", "remote")}
 
 
-def command(answer: Callable[..., Answer]) -> Callable[..., None]:
-    """Print what a function answers, a value or a list of them, and exit with whether that is right.
+def command(function: Callable[..., Result]) -> Callable[..., None]:
+    """Print the result of a function, a value or a list of values, and exit with its status.
 
-    Errors of ours, and those of a place that isn't there, are one paragraph.
+    Errors of this package and of missing files are printed without a traceback.
     """
-    own = inspect.signature(answer).parameters
-    names = [each for name in own for each in _SEVERAL.get(name, (name,))]
-    defaults = {name: each.default for name, each in own.items() if each.default is not inspect.Parameter.empty}
+    parameters = inspect.signature(function).parameters
+    names = [option for name in parameters for option in _COMBINED.get(name, (name,))]
+    defaults = {name: param.default for name, param in parameters.items() if param.default is not param.empty}
 
-    @functools.wraps(answer)
-    def run(as_json: bool, **given: Any) -> None:
+    @functools.wraps(function)
+    def run(as_json: bool, **arguments: Any) -> None:
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                value, right = answer(**_joined(answer.__name__, own, given))
-        except (PatcherError, OSError) as error:  # OSError: of files that aren't there
-            wrong = isinstance(error, InvalidPatcherError | PatchConflictError | OSError)
+                value, succeeded = function(**_combine(function.__name__, parameters, arguments))
+        except (PatcherError, OSError) as error:  # OSError: missing files
+            is_usage_error = isinstance(error, InvalidPatcherError | PatchConflictError | OSError)
             typer.echo(f"error: {' '.join(str(error).split()) if isinstance(error, OSError) else error}", err=True)
-            raise typer.Exit(2 if wrong else 1) from error
+            raise typer.Exit(2 if is_usage_error else 1) from error
         values = value if isinstance(value, list) else [value]
         if as_json:
-            found = [each.to_dict() for each in values]
-            typer.echo(json.dumps(found if values is value else found[0], indent=2))
+            dicts = [item.to_dict() for item in values]
+            typer.echo(json.dumps(dicts if values is value else dicts[0], indent=2))
         else:
-            for each in values:
-                each.show()  # in colours, where that is a terminal
-        raise typer.Exit(0 if right else 1)
+            for item in values:
+                item.show()
+        raise typer.Exit(0 if succeeded else 1)
 
     return with_options(run, [*names, "as_json"], **defaults)
 
 
-def _joined(name: str, own: Iterable[str], given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a command, in which what several options say together is one."""
-    if "options" in own:
-        revision = given.pop("revision")
-        # Given in any case: transformers prompts at the terminal where it isn't.
-        given["options"] = {"trust_remote_code": given.pop("remote")} | ({"revision": revision} if revision else {})
-    for parameter in {*own} & {"patcher", "patchers"}:
-        texts = {option: found for option in WHAT if (found := given.pop(parameter_of(option)))}
+def _combine(name: str, parameters: Iterable[str], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a command, with those that are made from several options."""
+    if "options" in parameters:
+        revision, trust = arguments.pop("revision"), arguments.pop("remote")
+        # Always passed, since transformers prompts for it in a terminal otherwise.
+        arguments["options"] = {"trust_remote_code": trust} | ({"revision": revision} if revision else {})
+    for parameter in {*parameters} & {"patcher", "patchers"}:
+        texts = {option: values for option in PATCHER_OPTIONS if (values := arguments.pop(parameter_of(option)))}
         if not texts:
-            forms = ", ".join(f"{option} {metavar}" for option, (metavar, _) in WHAT.items())
+            forms = ", ".join(f"{option} {metavar}" for option, (metavar, _) in PATCHER_OPTIONS.items())
             raise typer.BadParameter(
-                f"{name} needs to know what to load the model with, by one or more of {forms}. "
+                f"{name} needs a patcher, by one or more of {forms}. "
                 "`patcher presets MODEL` lists the presets that fit."
             )
-        from patcher.cli.values import each_of
+        from patcher.cli.values import patchers_of
 
-        patchers = each_of(texts)
-        if given.pop("unpinned"):
-            patchers = [each.replace(fingerprints={}, transformers="") for each in patchers]
-        given[parameter] = patchers if parameter == "patchers" else functools.reduce(operator.or_, patchers)
-    return given
+        patchers = patchers_of(texts)
+        if arguments.pop("unpinned"):
+            patchers = [patcher.replace(fingerprints={}, transformers="") for patcher in patchers]
+        arguments[parameter] = patchers if parameter == "patchers" else functools.reduce(operator.or_, patchers)
+    return arguments
 
 
 @command
-def presets(options: Any, model: str | None = None) -> Answer:
+def presets(options: Any, model: str | None = None) -> Result:
     """List presets (verified patchers), or those that fit a model.
 
-    With MODEL those that fit it, the recommended first; where none fits, the reason.
+    With MODEL, list those that fit it, the recommended one first; if none fits, print the reason.
     """
     from patcher.cli.values import listing
 
@@ -94,56 +94,56 @@ def presets(options: Any, model: str | None = None) -> Answer:
 
 
 @command
-def plan(model: str, patcher: Any, options: Any) -> Answer:
+def plan(model: str, patcher: Any, options: Any) -> Result:
     """Show what a load would do, without reading a weight.
 
-    The config and the headers of the checkpoint are read. Exits with 1 if the load would fail.
+    Only the config and the headers of the checkpoint are read. Exits with 1 if the load would fail.
     """
     planned = library.plan(model, patcher, **options)
     return planned, planned.ok
 
 
 @command
-def verify(model: str, patcher: Any, dtype: str | None, stage: Any, quick: bool, options: Any) -> Answer:
-    """Check that a patched model computes and saves as stock.
+def verify(model: str, patcher: Any, dtype: str | None, stage: Any, quick: bool, options: Any) -> Result:
+    """Check that a patched model computes and saves the same as stock.
 
-    The model is loaded with the patcher and without it (stock, as transformers has it), and both are compared. Exits
-    with 1 if they differ.
+    The model is loaded with the patcher and without it (stock, as in transformers), and both are compared. Exits with
+    1 if they differ.
     """
     import torch
 
-    chosen = getattr(torch, dtype or "float32")
-    verified = library.verify(model, patcher, stages=stage, quick=quick, dtype=chosen, **options)
+    torch_dtype = getattr(torch, dtype or "float32")
+    verified = library.verify(model, patcher, stages=stage, quick=quick, dtype=torch_dtype, **options)
     return verified, verified.passed
 
 
 @command
-def bench(model: str, patchers: Any, seconds: Any, measure: Any, dtype: Any, unverified: bool, options: Any) -> Answer:
+def bench(model: str, patchers: Any, seconds: Any, measure: Any, dtype: Any, unverified: bool, options: Any) -> Result:
     """Measure whether patchers make a model faster on this machine.
 
-    Each of them, and each subset of their members, takes turns with stock; without --no-verify those that don't
-    compute the same as stock are left out. Exits with 1 if nothing could be measured.
+    The patchers, and all subsets of their members, run in turns with stock; unless --no-verify is given, those that
+    don't compute the same as stock are left out. Exits with 1 if nothing could be measured.
     """
     options |= {"seconds": 60.0 if seconds is None else seconds, "dtype": dtype or "auto"}
-    found = library.benchmark(model, *patchers, measures=measure, verify=not unverified, **options)
-    return found, bool(found.measured)
+    benchmark = library.benchmark(model, *patchers, measures=measure, verify=not unverified, **options)
+    return benchmark, bool(benchmark.measured)
 
 
 @command
-def export(model: str, folder: Path, patcher: Any, push: Any, quick: bool, unverified: bool, options: Any) -> Answer:
-    """Write a folder that anyone loads without this package.
+def export(model: str, folder: Path, patcher: Any, push: Any, quick: bool, unverified: bool, options: Any) -> Result:
+    """Write a folder that anyone can load without this package.
 
-    With trust_remote_code=True: in it are a modeling file, the config, the weights and all files beside them as they
-    are, and a model card. It is compared with the original; exits with 1, and writes nothing, if they differ.
+    It is loaded with trust_remote_code=True, and has a modeling file, the config, the unchanged weights and other
+    files, and a model card. It is compared with the original; exits with 1, and writes nothing, if they differ.
     """
     options |= {"quick": quick, "verify": not unverified, "push_to_hub": push or ""}
     return library.export(model, patcher, folder, **options), True
 
 
 @command
-def diff(model: str, patcher: Any, options: Any) -> Answer:
+def diff(model: str, patcher: Any, options: Any) -> Result:
     """Show how the modeling code changes.
 
-    A diff for each class that is replaced or fused, and each function.
+    Prints a diff for every class that is replaced or fused, and every function.
     """
     return library.diff(model, patcher, **options), True

@@ -1,6 +1,6 @@
-"""What the commands work with: patchers by name, and the list of presets.
+"""The values of options: patchers by name, and the list of presets.
 
-All raise `InvalidPatcherError` for a name, a constant or a model that there is none of, or that can't be used here.
+All functions raise `InvalidPatcherError` for a name, a constant or a model that doesn't exist or can't be used here.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ import typer
 
 from patcher import presets
 from patcher.checkpoints.model_classes import config_of
-from patcher.cli.options import WHAT
-from patcher.display.shown import numbered
+from patcher.cli.options import PATCHER_OPTIONS
+from patcher.display.shown import pluralize
 from patcher.errors import InvalidPatcherError, nearest
 from patcher.spec.forward_of import forward_of
 from patcher.spec.patcher import Patcher
 from patcher.spec.serialization import FORWARD_OF
 
 
-def each_of(given: Mapping[str, Iterable[str]]) -> list[Patcher]:
-    """All options that say what to load a model with, each as a patcher.
+def patchers_of(options: Mapping[str, Iterable[str]]) -> list[Patcher]:
+    """Return the patchers of all options that make one.
 
     Args:
-        given: option, with its dashes -> what it was given, one or more times; several names in one text, too.
+        options: option, with its dashes -> its values; `--fusion`, `--preset` and `--patcher` take several in one.
     """
-    fusions, chosen, constants = (
-        [name for text in given.get(option, ()) for name in re.split(r"[\s,]+", text) if name]
+    fusions, preset_names, constants = (
+        [name for text in options.get(option, ()) for name in re.split(r"[\s,]+", text) if name]
         for option in ("--fusion", "--preset", "--patcher")
     )
-    mapped = [mapping(name, text) for name in ("class", "module", "function") for text in given.get(f"--{name}", ())]
-    own = [_named("--patcher", text, text, Patcher) for text in constants]
+    mapped = [mapping(kind, text) for kind in ("class", "module", "function") for text in options.get(f"--{kind}", ())]
+    imported = [_import("--patcher", text, text, Patcher) for text in constants]
     fused = [Patcher(fusions=fusions)] if fusions else []
-    return [*fused, *map(preset, chosen), *own, *mapped]
+    return [*fused, *map(preset, preset_names), *imported, *mapped]
 
 
 def preset(name: str) -> Patcher:
-    """A preset by its name."""
+    """Return a preset by its name."""
     if name not in presets.__all__:
         close = nearest(name, presets.__all__)
         hint = f"did you mean {', '.join(close)}?" if close else "`patcher presets` lists them."
@@ -49,43 +49,44 @@ def preset(name: str) -> Patcher:
     return getattr(presets, name)  # type: ignore[no-any-return]
 
 
-def mapping(name: str, text: str) -> Patcher:
-    """One entry of a mapping, `key=module:name`, where the name is of somebody's own code."""
-    key, _, where = text.rpartition("=")  # an expression may have one of its own
-    reference = where.removeprefix(FORWARD_OF)
-    kind = object if name == "function" or where != reference else type
-    found = _named(f"--{name}", text, reference if key else "", kind)
-    entry: Any = {f"{name}_mapping": {key: found if where == reference else forward_of(found)}}
+def mapping(kind: str, text: str) -> Patcher:
+    """Return a patcher with one entry of a mapping, `key=module:name`."""
+    key, _, value = text.rpartition("=")  # the key may be an expression with `=` in it
+    reference = value.removeprefix(FORWARD_OF)
+    expected = object if kind == "function" or value != reference else type
+    replacement = _import(f"--{kind}", text, reference if key else "", expected)
+    entry: Any = {f"{kind}_mapping": {key: replacement if value == reference else forward_of(replacement)}}
     return Patcher(**entry)
 
 
-def _named(option: str, text: str, reference: str, kind: type) -> Any:
-    """What `module:name` names, in the text of an option; modules of the current folder, and files, are found too."""
+def _import(option: str, text: str, reference: str, expected: type) -> Any:
+    """Import `module:name` for an option; the module may also be a file, or be in the current folder."""
     module, _, name = reference.partition(":")
     if not module or not name:
-        form, words = WHAT[option]
-        raise InvalidPatcherError(f"{option} takes {form}, found {text!r}; write '{words.rpartition('such as ')[2]}'.")
+        form, help_text = PATCHER_OPTIONS[option]
+        example = help_text.rpartition("such as ")[2]
+        raise InvalidPatcherError(f"{option} takes {form}, found {text!r}; write '{example}'.")
     file = Path(module)
     folder, module = (str(file.resolve().parent), file.stem) if file.suffix == ".py" else (str(Path.cwd()), module)
     if folder not in sys.path:
-        sys.path.append(folder)  # at the end: nothing here may shadow what is installed
+        sys.path.append(folder)  # at the end, so that it doesn't shadow installed packages
     try:
-        home = vars(importlib.import_module(module))
-    except Exception as error:  # whatever the code of others raises
+        namespace = vars(importlib.import_module(module))
+    except Exception as error:  # user code may raise anything
         raise InvalidPatcherError(
             f"{option} {text}: {module} can't be imported: {type(error).__name__}: {error}"
         ) from error
-    if name not in home or not isinstance(home[name], kind):
-        known = [key for key, value in home.items() if isinstance(value, kind) and not key.startswith("_")]
-        what = f"{name} is a {type(home[name]).__name__}" if name in home else f"there is no {name}"
-        close = nearest(name, known) or (known if kind is Patcher else ())
+    if name not in namespace or not isinstance(namespace[name], expected):
+        known = [key for key, value in namespace.items() if isinstance(value, expected) and not key.startswith("_")]
+        problem = f"{name} is a {type(namespace[name]).__name__}" if name in namespace else f"there is no {name}"
+        close = nearest(name, known) or (known if expected is Patcher else ())
         hint = f"nearest: {', '.join(close)}" if close else f"define {name} in it"
-        raise InvalidPatcherError(f"{option} {text}: {what} in {module}; {hint}.")
-    return home[name]
+        raise InvalidPatcherError(f"{option} {text}: {problem} in {module}; {hint}.")
+    return namespace[name]
 
 
 class Listing(NamedTuple):
-    """The presets, or those that fit a model, the recommended first; where none fits, the reason."""
+    """All presets, or those that fit a model with the recommended one first; the reason if none fits."""
 
     model: str
     presets: list[dict[str, str]]
@@ -95,22 +96,22 @@ class Listing(NamedTuple):
         return self._asdict()
 
     def show(self) -> None:
-        head = numbered(len(self.presets), "preset") + (f" for {self.model}" if self.model else "")
+        head = pluralize(len(self.presets), "preset") + (f" for {self.model}" if self.model else "")
         typer.echo(f"No preset fits {self.model}\n{self.reason}" if self.reason else head)
         for row in self.presets:
-            what = f"can't be used here: {row['missing']}" if row["missing"] else row["description"].partition("\n")[0]
-            typer.echo(f"  {row['name']:<34}  {row['transformers']:<12}  {what}")
+            text = f"can't be used here: {row['missing']}" if row["missing"] else row["description"].partition("\n")[0]
+            typer.echo(f"  {row['name']:<34}  {row['transformers']:<12}  {text}")
 
 
 def listing(model: str | None, options: Mapping[str, Any]) -> Listing:
-    """All presets, or those that fit a model."""
+    """List all presets, or those that fit a model."""
     fitting = presets.for_model(config_of(model, options)) if model else None
     rows = []
-    for name in presets.__all__ if fitting is None else [each.name for each in fitting]:
+    for name in presets.__all__ if fitting is None else [patcher.name for patcher in fitting]:
         row = {"name": name, "description": presets.describe(name), "transformers": "", "missing": ""}
         try:
             row["transformers"] = getattr(presets, name).transformers
-        except InvalidPatcherError as error:  # a package or a device that it needs isn't there
+        except InvalidPatcherError as error:  # a package or a device that the preset needs is missing
             row["missing"] = str(error)
         rows.append(row)
     return Listing(model or "", rows, "" if fitting is None else fitting.reason)

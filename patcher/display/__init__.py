@@ -1,4 +1,4 @@
-"""How the values that describe what happened are shown: `Report`, `Plan`, `Verification`, `Diff`.
+"""Rendering of `Report`, `Plan`, `Verification` and `Diff`.
 
-Each consists of parts (`parts`, `tree`); a terminal and a page show the same parts.
+They consist of parts (`parts`, `tree`), which `terminal` and `page` render.
 """

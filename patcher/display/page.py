@@ -1,6 +1,6 @@
-"""What values are made of, in a notebook: HTML that loads nothing, runs nothing and changes nothing around it.
+"""Render the parts of a value in a notebook: HTML without scripts, external resources or global styles.
 
-Where a viewer drops the styles, as GitHub does, what remains are lists that fold, tables and words in bold.
+A viewer that drops the styles, as GitHub does, still shows lists that fold, tables and bold text.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pathlib import Path
 
 from patcher.display.parts import Bar, Branch, Cell, Chart, Code, Line, Notes, Part, Table, blocks, is_filled, visible
 
-#: A text of a table that isn't wrapped, in letters.
+#: Up to how many characters the text of a table cell isn't wrapped.
 _SHORT = 24
-#: How much further to the right than a line of code its rest begins, where it is wrapped.
-_WRAPPED = 4
-#: The element of a text, where it isn't bold.
+#: The hanging indent of wrapped lines of code, in characters.
+_HANGING = 4
+#: Tone -> the tag of a text; others are bold.
 _TAGS = {"": "span", "dim": "span", "arrow": "span", "code": "code", "made": "code"}
-#: How a line of a diff begins -> its class.
+#: Prefix of a line of a diff -> its class.
 _DIFF = {"--- ": "head", "+++ ": "head", "+": "ins", "-": "del", "@": "gap", "#": "dim"}
 
 
@@ -28,7 +28,7 @@ def _style() -> str:
 
 
 def rendered(headline: str, verdict: Cell | None, parts: Iterable[Part]) -> str:
-    """A headline and what is below it."""
+    """Render a headline and the parts below it."""
     name, colon, rest = headline.partition(": ")
     badge = f"{_element('strong', verdict.text, verdict.tone, 'badge')} " if verdict is not None else ""
     title = f"<b>{_escaped(name + colon)}</b>{_escaped(rest)}" if colon else _escaped(headline)
@@ -41,12 +41,12 @@ def _escaped(text: str) -> str:
 
 
 def _element(tag: str, text: str, *classes: str) -> str:
-    named = f' class="{" ".join(filter(None, classes))}"' if any(classes) else ""
-    return f"<{tag}{named}>{_escaped(text)}</{tag}>"
+    attribute = f' class="{" ".join(filter(None, classes))}"' if any(classes) else ""
+    return f"<{tag}{attribute}>{_escaped(text)}</{tag}>"
 
 
 def _line(line: Line) -> str:
-    return "".join(_cell(each) if isinstance(each, Cell) else _escaped(each) for each in line)
+    return "".join(_cell(text) if isinstance(text, Cell) else _escaped(text) for text in line)
 
 
 def _cell(cell: Cell) -> str:
@@ -101,20 +101,20 @@ def _chart(chart: Chart) -> str:
 
 def _bar(chart: Chart, bar: Bar, allowed: str) -> str:
     share, tone = chart.share(bar.value), chart.tone(bar)
-    # The blocks are seen where styles are dropped.
+    # Only viewers that drop the styles show the blocks.
     drawn = f'<span class="blocks" aria-hidden="true">{blocks(share, 20)}</span>'
     drawn += f'<span class="track"><i class="bar {tone}" style="width:{share:.1%}"></i>{allowed}</span>'
     number = _element("span", chart.number(bar), "number", tone)
     note = f" {_element('b', f'← {bar.note}', 'bad')}" if bar.note else ""
     title, kind = _escaped(bar.label), "inside" if bar.inside else "layer"
     name = f'<code class="{kind}" title="{title}">{title}</code>'
-    begins = ' class="marked"' if bar.note else ""
-    return f"<tr{begins}><td>{name}</td><td>{drawn}</td><td>{number}{note}</td></tr>"
+    marked = ' class="marked"' if bar.note else ""
+    return f"<tr{marked}><td>{name}</td><td>{drawn}</td><td>{number}{note}</td></tr>"
 
 
 def _code(line: str) -> str:
-    """A line of a diff; where it is wrapped, its rest is further to the right than its code."""
-    wrapped = len(line) - len(line[1:].lstrip()) + _WRAPPED
-    style = f'style="padding-left:{wrapped}ch;text-indent:-{wrapped}ch"'
+    """Render a line of a diff, with a hanging indent where it is wrapped."""
+    indent = len(line) - len(line[1:].lstrip()) + _HANGING
+    style = f'style="padding-left:{indent}ch;text-indent:-{indent}ch"'
     kind = _DIFF.get(line[:4]) or _DIFF.get(line[:1], "same")
     return f'<span class="{kind}" {style}>{_escaped(line)}\n</span>'

@@ -1,4 +1,4 @@
-"""The parts of a shown value, whatever shows it: tables, notes, bars, trees, code before and after."""
+"""The parts of a shown value: tables, notes, charts, trees and diffs, for any renderer."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-#: What a text means, for its colour, or that it is a name or an arrow; the text says it too.
+#: The meaning of a text, for its colour. A text must be understood without its colour.
 Tone = Literal["", "good", "bad", "warning", "changed", "dim", "name", "code", "made", "arrow"]
-# What moves the cursor, colours or reorders text; a new line and a tab don't.
-_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+#: Characters that move the cursor, colour or reorder text, all but the newline and the tab.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def visible(text: str) -> str:
-    r"""A text of a stranger (names of classes, keys, files) with its control characters written out.
+    r"""Return an untrusted text (names of classes, keys, files) with its control characters escaped.
 
     >>> visible("weight\x1b[2K\u202e")
     'weight\\x1b[2K\\u202e'
     """
-    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class Cell(NamedTuple):
-    """An emphasized text."""
+    """A text with a tone."""
 
     text: str
     tone: Tone = ""
 
 
-#: A line that consists of texts.
+#: A line of plain and toned texts.
 Line = Sequence[str | Cell]
 
 
 class Branch(NamedTuple):
-    """A line of a tree, the notes on it, and what is below, which is folded unless it is open."""
+    """A line of a tree with notes and the branches below, which are folded unless it is open."""
 
     label: Line
     notes: Sequence[Line] = ()
@@ -45,7 +45,7 @@ class Branch(NamedTuple):
 
 
 class Table(NamedTuple):
-    """One titled table: the heads of its columns, and its rows; a page folds one that is long."""
+    """A table with a title, the heads of its columns, and rows; a page folds it if it is long."""
 
     title: str
     heads: tuple[str, ...]
@@ -68,9 +68,9 @@ class Code(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """One number of a chart with its label and a note; `inside` of the one before it that isn't.
+    """A bar of a chart; an `inside` one belongs to the last bar before it that isn't.
 
-    Where it is a share, `text` is the number as text, and `tone` what it means.
+    In a chart of shares, `text` is the formatted value, and `tone` its meaning.
     """
 
     label: str
@@ -82,8 +82,7 @@ class Bar(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """Numbers as bars, on a scale of powers of ten: from a ten-thousandth of what is allowed. Or shares of something,
-    from zero on.
+    """Bars on a logarithmic scale that begins at a ten-thousandth of the allowed value, or shares from zero on.
 
     >>> chart = Chart("", [Bar("a", 1e-7), Bar("b", 0.1)], allowed=1e-5)
     >>> [round(chart.share(bar.value), 2) for bar in chart.rows], round(chart.share(chart.allowed), 2)
@@ -97,15 +96,15 @@ class Chart(NamedTuple):
 
     @property
     def mark(self) -> str:
-        """The text at the mark."""
+        """The label of the allowed value."""
         return "stock" if self.is_share else f"{self.allowed:.2g} allowed"
 
     def number(self, bar: Bar) -> str:
-        """A value as text."""
+        """Return the formatted value of a bar."""
         return bar.text or (f"{bar.value:.2g}" if bar.value else "the same")
 
     def share(self, value: float) -> float:
-        """How much of the whole length the bar of a value has."""
+        """Return the length of the bar of a value, as a share of the full length."""
         if self.is_share:
             return min(1.0, value / max(2 * self.allowed, *(bar.value for bar in self.rows)))
         low, high = math.log10(self.allowed) - 4, max(0.0, math.log10(self.allowed) + 2)
@@ -114,14 +113,14 @@ class Chart(NamedTuple):
         return min(1.0, max(0.0, (math.log10(value) - low) / (high - low))) if value > 0 else 0.0
 
     def tone(self, bar: Bar) -> Tone:
-        """Whether that much is allowed."""
+        """Return the tone of a bar: whether its value is allowed."""
         if self.is_share:
             return bar.tone
-        return "good" if bar.value <= self.allowed else "bad"  # nan is not
+        return "good" if bar.value <= self.allowed else "bad"  # nan is bad
 
 
 def blocks(share: float, length: int) -> str:
-    """A bar of block characters.
+    """Return a bar of block characters.
 
     >>> blocks(0.3, 4)
     '█▎'
@@ -134,5 +133,5 @@ Part = Table | Notes | Chart | Code | Branch
 
 
 def is_filled(part: Part) -> bool:
-    """Whether there is anything to show."""
+    """Whether a part has anything to show."""
     return bool(getattr(part, "rows", True))

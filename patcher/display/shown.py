@@ -1,4 +1,4 @@
-"""What `Report`, `Plan`, `Verification` and `Diff` have in common: read in a terminal, in Jupyter and as JSON."""
+"""The base class of `Report`, `Plan`, `Verification` and `Diff`: shown in a terminal, in Jupyter and as JSON."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-class Shown:
-    """A frozen dataclass of tuples that is read in a terminal, in Jupyter and as JSON.
+class Displayable:
+    """A frozen dataclass of tuples that is shown in a terminal, in Jupyter and as JSON.
 
-    A subclass says what is to be seen: one line, a verdict if it gives one, and parts; what is empty is left out. It
-    names the properties that JSON has beside its fields.
+    Subclasses return a headline, a verdict if they have one, and parts; empty parts are left out.
     """
 
+    #: The properties that JSON has in addition to the fields.
     _also: ClassVar[tuple[str, ...]] = ()
 
     def _headline(self) -> str:
@@ -31,12 +31,12 @@ class Shown:
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it in dicts, lists, texts and numbers, for JSON; and the answers that its properties give."""
+        """Return the fields and some properties as dicts, lists, strings and numbers, for JSON."""
         fields = vars(self) | {name: getattr(self, name) for name in self._also}
         return {name: _plain(value) for name, value in fields.items()}
 
     def show(self, file: IO[str] | None = None) -> None:
-        """Print it: in colours and as wide as it is in a terminal, as `str` elsewhere."""
+        """Print it: in colours and at full width in a terminal, as `str` elsewhere."""
         from patcher.display import terminal
 
         terminal.show(self, file)
@@ -57,13 +57,13 @@ class Shown:
         return page.rendered(self._headline(), self._verdict(), self._parts())
 
 
-def numbered(count: int, what: str) -> str:
-    """`1 module`, `2 classes`."""
-    return f"{count} {what}" + ("" if count == 1 else "es" if what.endswith("s") else "s")
+def pluralize(count: int, noun: str) -> str:
+    """Return `1 module`, `2 classes`."""
+    return f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith("s") else "s")
 
 
 def folded(rows: Iterable[tuple[Any, ...]], root: str = "(the model)") -> list[tuple[Any, ...]]:
-    """Rows that begin with a path and say the same of several layers, as one."""
+    """Return rows that begin with a path, with those of several layers that are equal otherwise as one."""
     by_rest: dict[tuple[Any, ...], list[str]] = {}
     for path, *rest in rows:
         by_rest.setdefault(tuple(rest), []).append(path)

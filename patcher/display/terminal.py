@@ -1,4 +1,4 @@
-"""What values are made of, in a terminal."""
+"""Render the parts of a value in a terminal."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from patcher.display.parts import Bar, Branch, Cell, Chart, Line, Notes, Part, T
 from patcher.patterns import compress, without_numbers
 
 if TYPE_CHECKING:
-    from patcher.display.shown import Shown
+    from patcher.display.shown import Displayable
 
-#: The width of a page without a terminal.
+#: The width of the output if it isn't a terminal.
 WIDTH = 119
 _STYLES: dict[Tone, str] = {
     "good": "green",
@@ -29,20 +29,20 @@ _STYLES: dict[Tone, str] = {
     "dim": "dim",
     "name": "bold",
 }
-#: How a line of a diff begins -> its style.
+#: Prefix of a line of a diff -> its style.
 _DIFF = {"--- ": "bold", "+++ ": "bold", "+": "green", "-": "red", "@": "cyan", "#": "dim"}
 _LIMIT = "┊"
 
 
-def text(value: Shown) -> str:
-    """As it is written where there are no colours."""
-    written = io.StringIO()
-    Console(file=written, width=WIDTH, color_system=None).print(value, crop=False)
-    return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
+def text(value: Displayable) -> str:
+    """Return a value as text without colours."""
+    output = io.StringIO()
+    Console(file=output, width=WIDTH, color_system=None).print(value, crop=False)
+    return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
 
 
-def show(value: Shown, file: IO[str] | None) -> None:
-    """Print it: in colours where that is a terminal, as its `str` elsewhere."""
+def show(value: Displayable, file: IO[str] | None) -> None:
+    """Print a value: in colours in a terminal, as its `str` elsewhere."""
     console = Console(file=file)
     if console.is_terminal:
         console.print(value, crop=False)
@@ -51,9 +51,9 @@ def show(value: Shown, file: IO[str] | None) -> None:
 
 
 def rendered(headline: str, verdict: Cell | None, parts: Iterable[Part]) -> RenderableType:
-    """A headline and what is below it."""
+    """Render a headline and the parts below it."""
     first = _text(headline, verdict.tone if verdict is not None else "")
-    return Group(first, *(each for part in parts if is_filled(part) for each in _part(part)))
+    return Group(first, *(renderable for part in parts if is_filled(part) for renderable in _part(part)))
 
 
 def _text(text: str, tone: Tone = "") -> Text:
@@ -61,7 +61,7 @@ def _text(text: str, tone: Tone = "") -> Text:
 
 
 def _line(line: Line) -> Text:
-    return Text.assemble(*(_text(*each) if isinstance(each, Cell) else visible(each) for each in line))
+    return Text.assemble(*(_text(*text) if isinstance(text, Cell) else visible(text) for text in line))
 
 
 def _part(part: Part) -> Iterable[RenderableType]:
@@ -81,7 +81,7 @@ def _part(part: Part) -> Iterable[RenderableType]:
     elif isinstance(part, Chart):
         yield Text(visible(f"{part.title} ({_LIMIT} {part.mark})"), "italic")
         yield from _bars(part)
-    else:  # lines that are neither cut nor wrapped
+    else:  # lines of code are neither cut nor wrapped
         lines = ["", *visible(part.text).splitlines()]
         styled = [Text(line, _DIFF.get(line[:4]) or _DIFF.get(line[:1], "")) for line in lines]
         yield Text("\n", no_wrap=True, overflow="ignore").join(styled)
@@ -90,23 +90,23 @@ def _part(part: Part) -> Iterable[RenderableType]:
 def _tree(branch: Branch, tree: Tree) -> Tree:
     for note in branch.notes:
         tree.add(_line(note))
-    for each in branch.below if branch.is_open else ():
-        _tree(each, tree.add(_line(each.label)))
+    for child in branch.below if branch.is_open else ():
+        _tree(child, tree.add(_line(child.label)))
     return tree
 
 
 def _bars(chart: Chart) -> Iterable[Text]:
-    """The bars of a chart; those in a row that look alike, but for the number of the layer, are one."""
-    length = 20 if chart.is_share else 40  # beside shares there is more to say
+    """Render the bars of a chart; consecutive bars that differ only in the number of the layer are one line."""
+    length = 20 if chart.is_share else 40  # shares have longer texts beside them
 
     def drawn(bar: Bar) -> str:
         return blocks(round(chart.share(bar.value) * length) / length, length)
 
-    def seen(bar: Bar) -> Sequence[Any]:
+    def appearance(bar: Bar) -> Sequence[Any]:
         label = bar.label if chart.is_share else without_numbers(bar.label)
         return drawn(bar), chart.tone(bar), label, bar.inside, bar.note
 
-    runs = [list(run) for _, run in groupby(chart.rows, seen)]
+    runs = [list(run) for _, run in groupby(chart.rows, appearance)]
     names = [visible(("  " if run[0].inside else "") + compress(bar.label for bar in run)[0]) for run in runs]
     width = max(map(len, names))
     allowed = round(chart.share(chart.allowed) * length)

@@ -1,4 +1,4 @@
-"""The modules of a model as a tree, alike layers folded, with what became of each of them."""
+"""The modules of a model and their changes as a tree, with identical layers folded."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from patcher.display.parts import Branch, Cell, Line, Tone
 from patcher.patterns import compress, inside, is_number, without_numbers
 
 _NUMBERS = re.compile(r"[{\d]")
-#: More modules in a row of which nothing is shown are one line.
+#: More consecutive modules than this without changes are one line.
 IN_A_ROW = 4
 _ARROW = (" ", Cell("->", "arrow"), " ")
 
 
 class Weights(NamedTuple):
-    """Tensors of one module that aren't read as they are.
+    """Tensors of a module that aren't read unchanged.
 
     Attributes:
         what: `converted`, `missing`, `new`, `left over`, `dropped` or `wrong shape`.
-        keys: those of the checkpoint, by their names below the module.
-        parameters: those of the module, in the same way.
+        keys: the checkpoint keys, relative to the module.
+        parameters: the parameters, relative to the module.
         conversion: the conversion, or what is wrong.
     """
 
@@ -32,7 +32,7 @@ class Weights(NamedTuple):
     conversion: str = ""
 
     def line(self) -> Line:
-        """What is shown of it."""
+        """Return the line of a tree for these tensors."""
         keys, parameters = ", ".join(self.keys), ", ".join(self.parameters)
         if self.what == "converted":
             operations = self.conversion.partition(" -> ")[2].partition(" [")[2].removesuffix("]")
@@ -43,13 +43,13 @@ class Weights(NamedTuple):
 
 
 def alike_as_one(weights: Iterable[Weights]) -> tuple[Weights, ...]:
-    """Those that differ in numbers alone as one, whose names are folded."""
+    """Merge weights that differ only in numbers, and fold their names."""
     groups: dict[tuple[str, ...], tuple[list[str], list[str]]] = {}
-    for each in weights:
-        alike = (", ".join(dict.fromkeys(map(without_numbers, names))) for names in (each.keys, each.parameters))
-        keys, parameters = groups.setdefault((each.what, each.conversion, *alike), ([], []))
-        keys += each.keys
-        parameters += each.parameters
+    for entry in weights:
+        patterns = (", ".join(dict.fromkeys(map(without_numbers, names))) for names in (entry.keys, entry.parameters))
+        keys, parameters = groups.setdefault((entry.what, entry.conversion, *patterns), ([], []))
+        keys += entry.keys
+        parameters += entry.parameters
     return tuple(
         Weights(what, tuple(compress(keys)), tuple(compress(parameters)), text)
         for (what, text, *_), (keys, parameters) in groups.items()
@@ -57,16 +57,16 @@ def alike_as_one(weights: Iterable[Weights]) -> tuple[Weights, ...]:
 
 
 class ModuleNode(NamedTuple):
-    """A module, or several that are alike in all that is below.
+    """A module, or several modules with identical subtrees.
 
     Attributes:
-        name: what it is called in the module that it is in, `{0..29}` or `layers.{0..29}` for several.
-        was: its class, before anything was put in its place.
-        becomes: the class that is put there; "" where none is.
-        reason: why a fusion leaves it alone.
-        functions: (function, what is called in its place) of the replaced functions that its class calls.
-        weights: the tensors that aren't read as they are.
-        children: the modules in it.
+        name: the name in the parent module, `{0..29}` or `layers.{0..29}` for several modules.
+        was: the original class.
+        becomes: the class that replaces it; "" if none does.
+        reason: why a fusion leaves it unchanged.
+        functions: (function, replacement) of the replaced functions that its class calls.
+        weights: the tensors that aren't read unchanged.
+        children: the child modules.
     """
 
     name: str
@@ -78,32 +78,32 @@ class ModuleNode(NamedTuple):
     children: tuple[ModuleNode, ...] = ()
 
     @property
-    def stands_out(self) -> bool:
-        """Whether anything is shown of the module itself."""
+    def is_changed(self) -> bool:
+        """Whether the module itself has anything to show."""
         return bool(self.becomes or self.reason or self.functions or self.weights)
 
     @property
     def is_open(self) -> bool:
-        """Whether anything is shown of a module in it."""
-        return any(child.stands_out or child.is_open for child in self.children)
+        """Whether a module in it has anything to show."""
+        return any(child.is_changed or child.is_open for child in self.children)
 
     def walk(self) -> Iterator[ModuleNode]:
-        """It and all that is below."""
+        """Yield the module and everything below it."""
         yield self
         for child in self.children:
             yield from child.walk()
 
     def branch(self, path: str = "") -> Branch:
-        """What is shown of it, in a module at a path; many modules in a row of which nothing is shown are one line."""
+        """Return the branch of a tree for the module, given the path of its parent."""
         path = f"{inside(path)}{self.name}"
         below: list[Branch] = []
-        for is_loud, run in groupby(self.children, lambda each: each.stands_out or each.is_open):
-            row = list(run)
-            found = [each.branch(path) for each in row]
-            if not is_loud and len(row) > IN_A_ROW:
-                found = [Branch((Cell(", ".join(each.name for each in row), "dim"),), below=found)]
-            below += found
-        name = Cell(self.name, "name" if self.stands_out else "code" if self.is_open else "dim")
+        for is_changed, run in groupby(self.children, lambda child: child.is_changed or child.is_open):
+            children = list(run)
+            branches = [child.branch(path) for child in children]
+            if not is_changed and len(children) > IN_A_ROW:
+                branches = [Branch((Cell(", ".join(child.name for child in children), "dim"),), below=branches)]
+            below += branches
+        name = Cell(self.name, "name" if self.is_changed else "code" if self.is_open else "dim")
         label: list[str | Cell] = [*([name, "  "] if self.name else ()), Cell(self.was, "dim")]
         label += [*_ARROW, Cell(self.becomes, "changed")] if self.becomes else ()
         notes: list[Line] = [("calls ", Cell(old, "code"), *_ARROW, Cell(new, "made")) for old, new in self.functions]
@@ -121,21 +121,21 @@ def module_tree(
     functions: Iterable[tuple[str, str, tuple[str, ...]]] = (),
     weights: Iterable[Weights] = (),
 ) -> ModuleNode:
-    """The tree of a model.
+    """Return the tree of a model.
 
-    >>> modules = [(f"layers.{number}.{name}", "Linear") for number in range(3) for name in ("up", "down")]
+    >>> modules = [(f"layers.{index}.{name}", "Linear") for index in range(3) for name in ("up", "down")]
     >>> changed = [("layers.0.up", "Linear", "Mine"), ("layers.2.up", "Linear", "Mine")]
     >>> [node.name for node in module_tree("Model", modules, changed=changed).walk()]
     ['', 'layers', '{0,2}', 'up', 'down', '1', 'up', 'down']
 
     Args:
         model: the class of the model.
-        modules: (path, class) of every module, in their order.
-        changed: (path, class, replacement).
-        refused: (path, reason) of what fusions leave alone.
-        functions: (function, what is called in its place, the classes that call it).
-        weights: those that aren't read as they are, by their whole names. `kept` ones are conversions of stock, which
-            are shown at replaced modules only. What belongs to no module is shown at the model.
+        modules: (path, class) of every module, in order.
+        changed: (path, class, replacement) of the modules that are replaced or fused.
+        refused: (path, reason) of the modules that fusions leave unchanged.
+        functions: (function, replacement, the classes that call it).
+        weights: the tensors that aren't read unchanged, by their full names. `kept` ones are stock conversions, shown
+            at replaced modules only. Tensors that belong to no module are shown at the model.
     """
     classes = {"": model} | dict(modules)
     becomes: dict[str, str] = {}
@@ -150,29 +150,30 @@ def module_tree(
                 break
             below[path][name] = None
             classes.setdefault(path, "")
-    noted: dict[str, list[Weights]] = {}
-    for each in weights:
-        at = _owner((each.parameters or each.keys)[0], classes, becomes)
-        if each.what != "kept" or at in becomes:
-            what = "converted" if each.what == "kept" else each.what
-            keys, parameters = (tuple(_below(name, at) for name in names) for names in (each.keys, each.parameters))
-            noted.setdefault(at, []).append(Weights(what, keys, parameters, each.conversion))
+    weights_of: dict[str, list[Weights]] = {}
+    for entry in weights:
+        owner = _owner((entry.parameters or entry.keys)[0], classes, becomes)
+        if entry.what != "kept" or owner in becomes:
+            what = "converted" if entry.what == "kept" else entry.what
+            keys = tuple(_below(key, owner) for key in entry.keys)
+            parameters = tuple(_below(name, owner) for name in entry.parameters)
+            weights_of.setdefault(owner, []).append(Weights(what, keys, parameters, entry.conversion))
 
     def folded(name: str, path: str) -> ModuleNode:
         was = classes.get(path, "")
         called = tuple((old, new) for old, new, callers in calls if was in callers)
-        found = alike_as_one(noted.get(path, ()))
-        node = ModuleNode(name, was, becomes.get(path, ""), reasons.get(path, ""), called, found)
-        alike: dict[tuple[str, ModuleNode], list[str]] = {}
+        converted = alike_as_one(weights_of.get(path, ()))
+        node = ModuleNode(name, was, becomes.get(path, ""), reasons.get(path, ""), called, converted)
+        identical: dict[tuple[str, ModuleNode], list[str]] = {}
         for child in below.get(path, ()):
             inner = folded(child, inside(path) + child)
-            alike.setdefault(("" if is_number(child) else child, inner._replace(name="")), []).append(inner.name)
+            identical.setdefault(("" if is_number(child) else child, inner._replace(name="")), []).append(inner.name)
         children = tuple(
-            child._replace(name=compress(names)[0] if len(names) > 1 else names[0])  # most: of one nothing is folded
-            for (_, child), names in alike.items()
+            child._replace(name=compress(names)[0] if len(names) > 1 else names[0])  # most have no identical sibling
+            for (_, child), names in identical.items()
         )
-        is_plain = name and not is_number(name) and not node.stands_out
-        if is_plain and len(children) == 1 and _NUMBERS.match(children[0].name):  # a list that isn't marked itself
+        is_unchanged = name and not is_number(name) and not node.is_changed
+        if is_unchanged and len(children) == 1 and _NUMBERS.match(children[0].name):  # a list and its items: one line
             return children[0]._replace(name=f"{name}.{children[0].name}")
         return node._replace(children=children)
 
@@ -180,7 +181,7 @@ def module_tree(
 
 
 def _owner(name: str, classes: Mapping[str, str], becomes: Mapping[str, str]) -> str:
-    """The innermost module with a tensor that is another one now, else the innermost that there is."""
+    """Return the innermost replaced module that has a tensor, or the innermost module if none is replaced."""
     owner = ""
     for path in accumulate(name.split(".")[:-1], "{}.{}".format):
         if path not in classes:
@@ -191,16 +192,16 @@ def _owner(name: str, classes: Mapping[str, str], becomes: Mapping[str, str]) ->
 
 
 def _below(name: str, path: str) -> str:
-    """A name as it is in the module; one that is elsewhere has `*` for the numbers of the module, to be alike."""
+    """Return a name relative to a module; in a name elsewhere, `*` replaces the module's numbers, so layers fold."""
     end = path
-    while end and not name.startswith(inside(end)):  # a checkpoint of the base model has fewer names in front
+    while end and not name.startswith(inside(end)):  # a checkpoint of the base model lacks the prefix
         end = end.partition(".")[2]
     if end:
         return name.removeprefix(inside(end))
     numbers = [segment for segment in path.split(".") if is_number(segment)]
     segments = name.split(".")
-    for place, segment in enumerate(segments):
+    for position, segment in enumerate(segments):
         if numbers and segment == numbers[0]:
-            segments[place] = "*"
+            segments[position] = "*"
             del numbers[0]
     return ".".join(segments)

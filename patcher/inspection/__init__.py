@@ -1,1 +1,1 @@
-"""What a load would do, what it did, and what it changes in the code."""
+"""Inspection of a load: `plan` before it, `report` after it, and `diff` of the code."""

@@ -1,4 +1,4 @@
-"""What a patcher changes in the code: `patcher.diff(model, patcher)`."""
+"""The changes of a patcher to modeling code: `patcher.diff(model, patcher)`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from patcher.compat.conversions import dot_natural_key
 from patcher.compat.modeling_code import unrebound
 from patcher.construction.in_force import InForce
 from patcher.display.parts import Code, visible
-from patcher.display.shown import Shown, numbered
+from patcher.display.shown import Displayable, pluralize
 from patcher.errors import InvalidPatcherError
 from patcher.functions.models import full_name
 from patcher.inspection.class_texts import composed
@@ -31,10 +31,10 @@ from patcher.spec.validation import not_a_patcher
 
 
 class ClassDiff(NamedTuple):
-    """One class and what is built in its place.
+    """The diff of a class and its replacement.
 
     Attributes:
-        modules: the paths, layers folded.
+        modules: the paths of its modules, with layers folded.
         was: the class, as `module.name`.
         becomes: the replacement, or the class with the name of the fusion that rewrites it.
         text: the unified diff, empty if the code is the same.
@@ -47,7 +47,7 @@ class ClassDiff(NamedTuple):
 
 
 class FunctionDiff(NamedTuple):
-    """One function and what is called in its place.
+    """The diff of a function and its replacement.
 
     Attributes:
         callers: the names of the classes that call it, directly or through other functions.
@@ -63,15 +63,15 @@ class FunctionDiff(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Diff(Shown):
-    """The code of a model as patched against as shipped, as a value.
+class Diff(Displayable):
+    """The differences between the code of a patched model and that of the stock model.
 
-    `str` is a unified diff; `show()` prints it in colours where that is a terminal, and so does Jupyter.
+    `str` is a unified diff; `show()` prints it, in colours in a terminal, and Jupyter shows it in colours as well.
 
     Attributes:
         model: the class of the model.
-        classes: each class that is replaced or fused, in the order of the modules.
-        functions: each function that is replaced.
+        classes: the classes that are replaced or fused, in the order of the modules.
+        functions: the functions that are replaced.
     """
 
     model: str
@@ -87,13 +87,13 @@ class Diff(Shown):
 
     def _headline(self) -> str:
         kinds = ((len(self.classes), "class"), (len(self.functions), "function"))
-        parts = [numbered(count, what) for count, what in kinds if count]
+        parts = [pluralize(count, kind) for count, kind in kinds if count]
         return f"{self.model}: {' and '.join(parts) or 'no class is'} replaced"
 
     def _parts(self) -> Iterator[Code]:
-        named = [(", ".join(path or "(the model)" for path in each.modules), *each[1:]) for each in self.classes]
-        named += [(f"called by {', '.join(each.callers)}", *each[1:]) for each in self.functions]
-        for where, was, becomes, text in named:
+        rows = [(", ".join(path or "(the model)" for path in entry.modules), *entry[1:]) for entry in self.classes]
+        rows += [(f"called by {', '.join(entry.callers)}", *entry[1:]) for entry in self.functions]
+        for where, was, becomes, text in rows:
             yield Code(f"# {where}\n{text or f'# {was} -> {becomes}: the same code'}")
 
 
@@ -104,7 +104,7 @@ def diff(
     model_class: Any = None,
     **options: Any,
 ) -> Diff:
-    """The code of each class that is replaced or fused, and of each function, as patched against as shipped.
+    """Return the differences between the code of a patched model and that of the stock model.
 
     >>> from transformers import LlamaConfig
     >>> from transformers.models.llama.modeling_llama import LlamaMLP
@@ -123,19 +123,19 @@ def diff(
     +    def forward(self, x):
     +        return super().forward(x) * 2
 
-    A replacement that inherits from the class that it replaces is shown as that class with the methods in their
-    places; one that calls the method that it overrides is put below it. No weight is read.
+    A replacement that inherits from the class that it replaces is shown as that class with its methods in place of
+    those that they override, or below them if they call these. No weight is read.
 
     Args:
-        model: a model that is loaded, a class of model, a repo, a folder or a config.
+        model: a loaded model, a model class, a repo, a folder or a config.
         patcher: the patcher; by default what a loaded model was patched with.
         model_class: the class or the Auto class to load, if not the one that the config names as its architecture.
-        options: as `AutoConfig.from_pretrained` takes them: `revision`, `token`, `trust_remote_code`, ...
+        options: arguments of `AutoConfig.from_pretrained`: `revision`, `token`, `trust_remote_code`, ...
 
     Raises:
-        InvalidPatcherError: no patcher, or nothing that names a model.
-        PatchConflictError: two patches want different things of one module.
-        PatchConstructionError: a replacement can't be built.
+        InvalidPatcherError: if there is no patcher, or `model` isn't a model and doesn't name one.
+        PatchConflictError: if two patches would change one module in different ways.
+        PatchConstructionError: if a replacement can't be built.
     """
     if patcher is not None and not isinstance(patcher, Patcher):
         raise not_a_patcher("diff(model, {})", patcher)
@@ -163,35 +163,35 @@ def diff(
 
 
 def _classes(resolution: Resolution) -> Iterator[ClassDiff]:
-    fusions, built = resolution.fusion_plan.by_path, {**resolution.replaced, **resolution.fused}
+    fusions, replacements = resolution.fusion_plan.by_path, {**resolution.replaced, **resolution.fused}
     grouped: dict[tuple[type[nn.Module], type[nn.Module], str], list[str]] = {}
-    for path in sorted(built, key=dot_natural_key):
-        kind = unrebound(resolution.original_classes[path]), built[path], str(fusions.get(path, ""))
-        grouped.setdefault(kind, []).append(path)
+    for path in sorted(replacements, key=dot_natural_key):
+        key = unrebound(resolution.original_classes[path]), replacements[path], str(fusions.get(path, ""))
+        grouped.setdefault(key, []).append(path)
     for (original, replacement, fusion), paths in grouped.items():
-        was = _named(original)
-        becomes = f"{was}, fused by {fusion!r}" if fusion else _named(replacement)
-        text = _unified(was, becomes, *composed(original, replacement))
+        was = _dotted_name(original)
+        becomes = f"{was}, fused by {fusion!r}" if fusion else _dotted_name(replacement)
+        text = _unified_diff(was, becomes, *composed(original, replacement))
         yield ClassDiff(tuple(compress(paths)), was, becomes, text)
 
 
 def _functions(resolution: Resolution) -> Iterator[FunctionDiff]:
-    for each in resolution.functions.replaced:
-        was, becomes = _named(each.original), _named(each.replacement)
-        text = _unified(was, becomes, _text(each.original), _text(each.replacement))
-        yield FunctionDiff(each.callers, was, becomes, text)
+    for function in resolution.functions.replaced:
+        was, becomes = _dotted_name(function.original), _dotted_name(function.replacement)
+        text = _unified_diff(was, becomes, _source_of(function.original), _source_of(function.replacement))
+        yield FunctionDiff(function.callers, was, becomes, text)
 
 
-def _unified(was: str, becomes: str, before: str, after: str) -> str:
+def _unified_diff(was: str, becomes: str, before: str, after: str) -> str:
     return "\n".join(difflib.unified_diff(before.splitlines(), after.splitlines(), was, becomes, lineterm=""))
 
 
-def _text(function: Any) -> str:
+def _source_of(function: Any) -> str:
     try:
         return dedented(inspect.getsource(function))
     except (OSError, TypeError):
         return f"# the source of {full_name(function)} can't be read"
 
 
-def _named(code: Any) -> str:
+def _dotted_name(code: Any) -> str:
     return full_name(code).replace(":", ".")

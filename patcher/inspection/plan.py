@@ -1,4 +1,4 @@
-"""What a load would do: `patcher.plan(model, patcher)`."""
+"""The plan of a load, without reading a weight: `patcher.plan(model, patcher)`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from patcher.display.parts import Cell, Notes, Part, Table
 from patcher.display.tree import Weights, alike_as_one
 from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError
 from patcher.fusions.config import with_fusion_names
-from patcher.inspection.parts import Patched, added_by, of_record, routes_of_fusions
+from patcher.inspection.parts import Patched, added_conversions, fields_of_record, routes_of_fusions
 from patcher.inspection.signatures import misfits
 from patcher.inspection.unseen import Unseen, unseen
 from patcher.integrations import install
@@ -39,20 +39,20 @@ from patcher.spec.validation import not_a_patcher
 
 @dataclass(frozen=True)
 class Plan(Patched):
-    """What a load under a patcher would do, as a value: beside what a report of it has, what is known of its weights.
+    """The plan of a load with a patcher: the fields of a report, and where its weights would come from.
 
     Attributes:
-        checkpoint: where names and shapes were read, "" if only a config was given: then no weight is judged.
-        conversions_added: (conversion, the checkpoint keys that it takes) of those that come in front.
-        conversions_kept: the same of the stock conversions that take some.
-        weights: (checkpoint keys, parameters, conversion) of every tensor; "" where it goes there as it is.
+        checkpoint: where names and shapes were read; "" if there is only a config, so that no weight is checked.
+        conversions_added: (conversion, the checkpoint keys that it takes) of those that precede transformers' own.
+        conversions_kept: the same of the stock conversions that take keys.
+        weights: (checkpoint keys, parameters, conversion) of every tensor; "" if it isn't converted.
         missing: the parameters that would not come from the checkpoint.
         left_over: the unused checkpoint keys, as the load renames them.
         wrong_shape: (parameter, found, expected).
-        unseen: (what, parameters) of what fits by its shape, and may be in another order all the same.
-        unknown_shapes: how many keys were planned by name alone, because their shapes weren't given.
-        misfits: (class, method, where it is called, problem) of replacements that a call doesn't fit.
-        problems: what the load would raise, word for word, the first error first; and each misfit.
+        unseen: (what may be wrong, parameters) of weights that fit by shape and may still be in another order.
+        unknown_shapes: how many keys were planned by name alone, because their shapes aren't known.
+        misfits: (class, method, where it is called, problem) of replacements that can't be called like the original.
+        problems: the messages that the load would raise, in order, and a message for each misfit.
     """
 
     checkpoint: str = ""
@@ -71,7 +71,7 @@ class Plan(Patched):
 
     @property
     def ok(self) -> bool:
-        """Whether the load would go through, and what is replaced can be called as it is."""
+        """Whether the load would succeed, and the replacements can be called like the originals."""
         return not self.problems
 
     def __bool__(self) -> bool:
@@ -80,7 +80,7 @@ class Plan(Patched):
     def _headline(self) -> str:
         text = f"{self.model}: {self._counted('would be replaced')}"
         if not self.checkpoint:
-            text += "; no checkpoint was given, so conversions and weights are not judged"
+            text += "; no checkpoint was given, so conversions and weights are not checked"
         elif self.unknown_shapes:
             text += f"; {self.unknown_shapes} tensors of {self.checkpoint} by name alone, their shapes are unknown"
         else:
@@ -95,7 +95,7 @@ class Plan(Patched):
         used = [("added", text, ", ".join(keys) or "-") for text, keys in self.conversions_added]
         used += [("kept", text, ", ".join(keys)) for text, keys in self.conversions_kept]
         yield from self._patched_parts("takes", used)
-        rows = [(what, ", ".join(names), "patcher.verify(model, patcher)") for what, names in self.unseen]
+        rows = [(doubt, ", ".join(names), "patcher.verify(model, patcher)") for doubt, names in self.unseen]
         yield Table("Not seen by a load", ("what", "parameters", "seen by"), rows)
         yield Table(
             "Checkpoint",
@@ -113,7 +113,7 @@ def plan(
     checkpoint: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Plan:
-    """What a load would do, without reading a weight.
+    """Return what a load would do, without reading a weight.
 
     >>> import patcher, torch
     >>> from patcher import Patcher
@@ -129,31 +129,30 @@ def plan(
       class_mapping: no class of the model matches 'LlamaMPL'; nearest: LlamaMLP, LlamaModel, LlamaRMSNorm
     Correct it or take it out; with strict=False this is a warning.
 
-    The load itself is gone through, on the meta device, to where it would read; what it would go on to do is decided
-    by names and shapes. Of a repo on the hub only its config and the headers of its safetensors files are fetched.
-    As `checkpoint=` an index does for the names whose shards aren't there; the shapes are then those that the stock
-    model saves.
+    The load itself is run on the meta device up to the read; the rest is decided by names and shapes. From a repo on
+    the hub, only the config and the headers of the safetensors files are fetched. With an index as `checkpoint=`, the
+    shards need not exist: shapes are then those that the stock model saves.
 
     Args:
         model: a repo, a folder or a config.
-        patcher: what to load it with.
+        patcher: the patcher to load it with.
         model_class: the class or the Auto class to load, if not the one that the config names as its architecture.
         checkpoint: names and shapes from elsewhere: a folder, a file, an index, or a mapping of keys to shapes.
-        options: as `from_pretrained` takes them: `revision`, `token`, `trust_remote_code`, `key_mapping`, ...
+        options: arguments of `from_pretrained`: `revision`, `token`, `trust_remote_code`, `key_mapping`, ...
 
     Raises:
-        InvalidPatcherError: no model, patcher or checkpoint that can be planned: nothing else is raised for files,
-            whatever they hold. What the load would raise of names and shapes is in `Plan.problems`.
-        PatchedWeightsError: the checkpoint is in a runtime layout that nothing names, or lies beside another one.
+        InvalidPatcherError: if the model, patcher or checkpoint can't be planned; for files, whatever is in them,
+            nothing else is raised. Errors of the load about names and shapes are in `Plan.problems`.
+        PatchedWeightsError: if the checkpoint is in a runtime layout that isn't named, or lies beside another one.
     """
     try:
         return _plan(model, patcher, model_class=model_class, checkpoint=checkpoint, options=options)
     except PatcherError:
         raise
-    except Exception as error:  # of files that anyone may have written, so of any kind
-        named = type(model).__name__ if isinstance(model, PretrainedConfig) else model
+    except Exception as error:  # malformed files raise errors of any kind
+        name = type(model).__name__ if isinstance(model, PretrainedConfig) else model
         raise InvalidPatcherError(
-            f"{named} can't be planned, and a load of it would fail as well: {type(error).__name__}: "
+            f"{name} can't be planned, and a load of it would fail as well: {type(error).__name__}: "
             f"{str(error)[:2000]}"
         ) from error
 
@@ -167,64 +166,64 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
     if headers.unknown:
         headers = _completed(headers, skeleton(cls, config))
     run = DryRun(headers.unknown, has_checkpoint=bool(headers.where), files=headers.files, runtime_layout=bool(layout))
-    for_the_load = {name: value for name, value in options.items() if name not in PLACES}
+    arguments = {name: value for name, value in options.items() if name not in PLACES}
     if layout:  # the layout of the weights decides
-        given = options.get("fusion_config") or getattr(config, "fusion_config", None)
-        for_the_load["fusion_config"] = with_fusion_names(given, layout)
+        fusion_config = options.get("fusion_config") or getattr(config, "fusion_config", None)
+        arguments["fusion_config"] = with_fusion_names(fusion_config, layout)
     install()
-    load, error = dry_run(cls, patcher, headers.tensors, run, config=config, **for_the_load)
+    load, error = dry_run(cls, patcher, headers.tensors, run, config=config, **arguments)
     if isinstance(load, Constructed):
         built, record, diagnostics = load.model, load.record, load.diagnostics
         name = type(built).__name__
-    else:  # it was never built: what would have been replaced follows from the stock model
+    else:  # construction failed: the replacements follow from the stock model
         in_force = load.in_force if load is not None else in_force_for(patcher)[0]
         built, diagnostics = skeleton(cls, config), Diagnostics()
-        record, name = PatchRecord(type(built), in_force, _named(built, ClassRules(in_force))), cls.__name__
+        record, name = PatchRecord(type(built), in_force, _matching(built, ClassRules(in_force))), cls.__name__
     if isinstance(load, Selected):
         record = replace(record, dropped=load.conversions.dropped)
     routing = load.routing if isinstance(load, Loaded) else Routing()
     info = load.info if isinstance(load, Loaded) else ExpectedInfo(routing)
     missing, left_over = ordered(info.missing_keys), ordered(info.unexpected_keys)
-    mismatched = sorted(info.mismatched_keys)
-    amiss = [Weights("missing", (), (name,)) for name in ordered({*missing} - {*record.new_weights})]
-    amiss += [Weights("left over", (key,)) for key in ordered({*left_over} - {*record.dropped_weights})]
-    amiss += [Weights("wrong shape", (), (name,), f"{tuple(is_)}, not {tuple(own)}") for name, is_, own in mismatched]
-    found = misfits(built, record.replaced, built=isinstance(load, Constructed))
-    problems = [str(each) for each in (*diagnostics.errors, error) if each is not None]
-    problems = problems or _raised_by_stock(info, mismatched if not options.get("ignore_mismatched_sizes") else [])
+    mismatched = [(name, str(tuple(shape)), str(tuple(own))) for name, shape, own in sorted(info.mismatched_keys)]
+    unfit = [Weights("missing", (), (name,)) for name in ordered({*missing} - {*record.new_weights})]
+    unfit += [Weights("left over", (key,)) for key in ordered({*left_over} - {*record.dropped_weights})]
+    unfit += [Weights("wrong shape", (), (name,), f"{shape}, not {expected}") for name, shape, expected in mismatched]
+    wrong_calls = misfits(built, record.replaced, built=isinstance(load, Constructed))
+    problems = [str(raised) for raised in (*diagnostics.errors, error) if raised is not None]
+    problems = problems or _stock_errors(info, mismatched if not options.get("ignore_mismatched_sizes") else [])
     problems += [
         f"{name}.{method} doesn't fit a call of it, {where}: {problem}. Give it the parameters of what it replaces."
-        for name, method, where, problem in found
+        for name, method, where, problem in wrong_calls
     ]
     keys_of: dict[str, list[str]] = {}
     for route in routing.routes:
-        for text in {*(describe(each.transform) for each in route.by), route.text}:
+        for text in {*(describe(conversion.transform) for conversion in route.by), route.text}:
             keys_of.setdefault(text, []).extend(route.keys)
-    added = added_by(record)
+    added = added_conversions(record)
     weights = alike_as_one(Weights("", route.keys, route.parameters, route.text) for route in routing.routes)
     return Plan(
-        **of_record(name, built, record, routing.routes or routes_of_fusions(record), amiss),
+        **fields_of_record(name, built, record, routing.routes or routes_of_fusions(record), unfit),
         checkpoint=headers.where,
         conversions_added=tuple((text, tuple(compress(keys_of.get(text, ())))) for text in added),
         conversions_kept=tuple(
             (text, tuple(compress(keys_of.get(text, ())))) for text in map(describe, routing.used) if text not in added
         ),
-        weights=tuple((each.keys, each.parameters, each.conversion) for each in weights),
+        weights=tuple((entry.keys, entry.parameters, entry.conversion) for entry in weights),
         missing=missing,
         left_over=left_over,
-        wrong_shape=tuple((name, str(tuple(is_)), str(tuple(own))) for name, is_, own in mismatched),
+        wrong_shape=tuple(mismatched),
         unseen=unseen(routing.routes, record, tensors=headers.tensors, parameters=state_tensors(built)),
         unknown_shapes=sum(key in headers.unknown for route in routing.routes for key in route.keys),
-        misfits=found,
+        misfits=wrong_calls,
         problems=tuple(problems),
         warnings=diagnostics.warnings,
     )
 
 
-def _raised_by_stock(info: Any, mismatched: Iterable[tuple[str, Any, Any]]) -> list[str]:
-    """What transformers would raise of the weights, if anything."""
+def _stock_errors(info: Any, mismatched: Iterable[tuple[str, str, str]]) -> list[str]:
+    """Return the error that transformers would raise about the weights, if any."""
     head = "Shapes differ, and transformers would raise a RuntimeError:"
-    reasons = [f"{name}: found {tuple(found)}, expected {tuple(own)}" for name, found, own in mismatched]
+    reasons = [f"{name}: found {shape}, expected {expected}" for name, shape, expected in mismatched]
     if info.conversion_errors:
         head = "Conversions fail, for which transformers would raise a RuntimeError:"
         reasons = [f"{name}: {text.strip().splitlines()[-1]}" for name, text in info.conversion_errors.items()]
@@ -234,7 +233,7 @@ def _raised_by_stock(info: Any, mismatched: Iterable[tuple[str, Any, Any]]) -> l
 def _headers(
     model: Any, checkpoint: Any, config: PretrainedConfig, options: Mapping[str, Any]
 ) -> tuple[Headers, list[str]]:
-    """The headers of the checkpoint, of nowhere if there is none, and the fusions of the runtime layout it is in."""
+    """Return the headers of the checkpoint, empty if there is none, and the fusions of its runtime layout."""
     if options.get("gguf_file"):
         raise InvalidPatcherError("plan can't read GGUF files; load the model, save it, and plan that folder.")
     if isinstance(checkpoint, Mapping):
@@ -252,21 +251,21 @@ def _headers(
 
 
 def _completed(headers: Headers, stock: PreTrainedModel) -> Headers:
-    """With the shapes that the stock model saves, where no others were given."""
+    """Return headers with the shapes that the stock model saves for keys without a shape."""
     saved = stock_revert(stock, dict(stock.state_dict()))
-    found = {key: saved.get(with_model_prefix(key, stock, saved)) for key in headers.unknown}
-    known = {key: tensor for key, tensor in found.items() if tensor is not None}
+    tensors = {key: saved.get(with_model_prefix(key, stock, saved)) for key in headers.unknown}
+    known = {key: tensor for key, tensor in tensors.items() if tensor is not None}
     return replace(headers, tensors={**headers.tensors, **known}, unknown=headers.unknown - known.keys())
 
 
-def _named(model: PreTrainedModel, rules: ClassRules) -> tuple[PatchedModule, ...]:
-    """What mappings would put in place of the modules that they name."""
-    found = []
+def _matching(model: PreTrainedModel, rules: ClassRules) -> tuple[PatchedModule, ...]:
+    """Return the modules that mappings match, with their replacements."""
+    patched = []
     for path, module in named_modules(model):
         try:
             match = (rules.match_path(path, type(module)) if path else None) or rules.match(type(module))
         except PatchConflictError:
             continue
         if match is not None and match.replacement is not type(module):
-            found.append(PatchedModule(path, type(module), match.replacement))
-    return tuple(found)
+            patched.append(PatchedModule(path, type(module), match.replacement))
+    return tuple(patched)

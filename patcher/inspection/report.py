@@ -1,4 +1,4 @@
-"""What a load did: `patcher.report(model)`."""
+"""The changes that a load made: `patcher.report(model)`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from transformers import PreTrainedModel
 from patcher.compat.conversions import source_patterns, used_conversions
 from patcher.display.parts import Part, Table
 from patcher.errors import InvalidPatcherError
-from patcher.inspection.parts import Patched, added_by, of_record, routes_of_fusions
+from patcher.inspection.parts import Patched, added_conversions, fields_of_record, routes_of_fusions
 from patcher.layouts.transforms import describe
 from patcher.loading.record import record_of
 
 
 @dataclass(frozen=True)
 class Report(Patched):
-    """What was patched in a model, as a value.
+    """The report of a patched model.
 
     Attributes:
-        conversions_added: the conversions that came in front.
-        conversions_fired: (conversion, how many parameters it made or renamed) of those that did something.
-        unchecked: the added conversions that took several tensors each, in an order that only `verify` can judge.
-        seconds: construction, reading, total.
+        conversions_added: the conversions that preceded those of transformers.
+        conversions_fired: (conversion, how many parameters it made or renamed) of the conversions that were used.
+        unchecked: the added conversions that joined several tensors, in an order that only `verify` can check.
+        seconds: (step, seconds) of construction, reading and the total.
     """
 
     conversions_added: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class Report(Patched):
     seconds: tuple[tuple[str, float], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it in dicts, lists, texts and numbers, for JSON."""
+        """Return the fields as dicts, lists, strings and numbers, for JSON."""
         return super().to_dict() | {"seconds": dict(self.seconds)}
 
     def _parts(self) -> Iterable[Part]:
@@ -45,7 +45,7 @@ class Report(Patched):
         kept = [item for item in fired.items() if item[0] not in added]
         used += [("kept", text, f"{count} parameters" if count else "used") for text, count in kept]
         yield from self._patched_parts("effect", used)
-        # By names and shapes sources of one shape may as well be swapped.
+        # Names and shapes fit even if sources of the same shape are swapped.
         order = ("the order in which these conversions join tensors", "patcher.verify(model, patcher)")
         yield Table("Not seen by a load", ("what", "seen by"), [order] if self.unchecked else [])
 
@@ -61,7 +61,7 @@ class Report(Patched):
 
 
 def report(model: PreTrainedModel) -> Report:
-    """What was patched in a model.
+    """Return what was patched in a model.
 
     >>> import patcher
     >>> from patcher import Patcher
@@ -79,31 +79,31 @@ def report(model: PreTrainedModel) -> Report:
     │   │   ├── mlp  LlamaMLP
     ...
 
-    A model that no patcher has touched has a report that says so.
+    The report of an unpatched model says so.
 
     Args:
         model: a model in memory, loaded, built from a config or by hand.
 
     Raises:
-        InvalidPatcherError: not a module.
+        InvalidPatcherError: if it isn't a module.
     """
     if not isinstance(model, nn.Module):
         raise InvalidPatcherError(f"report takes a model, found {model!r}; write report(model).")
     record = record_of(model)
     if record is None:
         return Report(type(model).__name__)
-    made = Counter[str]()
+    parameters = Counter[str]()
     for route in record.routes:
-        for text in {describe(each.transform) for each in route.by}:
-            made[text] += len(route.parameters)
+        for text in {describe(conversion.transform) for conversion in route.by}:
+            parameters[text] += len(route.parameters)
     kept = used_conversions(model) if record.read and isinstance(model, PreTrainedModel) else ()
-    fired = [*made.items(), *((describe(each), 0) for each in kept)]
+    fired = [*parameters.items(), *((describe(transform), 0) for transform in kept)]
     fused = list(routes_of_fusions(record))
     fired += Counter(route.text for route in fused).items() if record.read else ()
-    joining = {describe(each) for each in record.added if len(source_patterns(each)) > 1}
+    joining = {describe(transform) for transform in record.added if len(source_patterns(transform)) > 1}
     return Report(
-        **of_record(type(model).__name__, model, record, [*fused, *record.routes]),
-        conversions_added=tuple(added_by(record)),
+        **fields_of_record(type(model).__name__, model, record, [*fused, *record.routes]),
+        conversions_added=tuple(added_conversions(record)),
         conversions_fired=tuple(fired),
         unchecked=tuple(text for text, _ in fired if text in joining),
         seconds=tuple(record.seconds.items()),

@@ -1,4 +1,4 @@
-"""What no load can see: names and shapes fit, and the values may be in another order all the same."""
+"""Mistakes that no load can detect: names and shapes fit, but the values may be in another order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from patcher.loading.findings import folded
 from patcher.loading.record import PatchRecord
 from patcher.loading.routes import Route
 
-#: What may be otherwise, and the parameters of which that is so.
+#: (what may be wrong, the parameters concerned)
 Unseen = tuple[tuple[str, tuple[str, ...]], ...]
 
 _ORDER = "the order of tensors of one shape"
@@ -20,32 +20,30 @@ _TRANSPOSED = "whether a square weight is transposed"
 def unseen(
     routes: Iterable[Route], record: PatchRecord, *, tensors: Mapping[str, Any], parameters: Mapping[str, Any]
 ) -> Unseen:
-    """The parameters whose values may be in another order than their module has them, without a shape that says so.
+    """Return the parameters whose values may be in another order than their module expects, with the same shape.
 
-    Only of replaced modules and conversions of a patcher: fusions know the order of what they join.
+    Only replaced modules and conversions of a patcher are checked: fusions define the order of what they join.
 
     Args:
-        routes: those of the load.
-        record: what was put down of it.
-        tensors: those of the checkpoint, by key; one that isn't in it has any shape.
-        parameters: those of the model, by name.
+        tensors: the tensors of the checkpoint, by key; a missing one may have any shape.
+        parameters: the parameters of the model, by name.
     """
-    replaced = {each.path for each in record.replaced}
-    found: dict[str, list[str]] = {_ORDER: [], _TRANSPOSED: []}
+    replaced = {module.path for module in record.replaced}
+    ambiguous: dict[str, list[str]] = {_ORDER: [], _TRANSPOSED: []}
     for route in routes:
         names = route.parameters
-        around = (path for name in names for path in ("", *accumulate(name.split("."), "{}.{}".format)))
-        if not route.by and replaced.isdisjoint(around):
+        ancestors = (path for name in names for path in ("", *accumulate(name.split("."), "{}.{}".format)))
+        if not route.by and replaced.isdisjoint(ancestors):
             continue
-        if _alike(route.keys, tensors) or _alike(names, parameters):
-            found[_ORDER] += names
+        if _have_equal_shapes(route.keys, tensors) or _have_equal_shapes(names, parameters):
+            ambiguous[_ORDER] += names
         shapes = ((name, tuple(parameters[name].shape)) for name in names if name in parameters)
-        # A matrix, or each of a stack of them.
-        found[_TRANSPOSED] += (name for name, shape in shapes if len(shape) in (2, 3) and shape[-1] == shape[-2] > 1)
-    return tuple((what, tuple(folded(names))) for what, names in found.items() if names)
+        square = (name for name, shape in shapes if len(shape) in (2, 3) and shape[-1] == shape[-2] > 1)
+        ambiguous[_TRANSPOSED] += square  # matrices, or stacks of matrices
+    return tuple((what, tuple(folded(names))) for what, names in ambiguous.items() if names)
 
 
-def _alike(names: tuple[str, ...], tensors: Mapping[str, Any]) -> bool:
-    """Whether two of several tensors have one shape."""
+def _have_equal_shapes(names: tuple[str, ...], tensors: Mapping[str, Any]) -> bool:
+    """Whether at least two of several tensors have the same shape."""
     shapes = [tuple(tensors[name].shape) if name in tensors else None for name in names]
     return len(set(shapes)) < len(shapes)

@@ -1,4 +1,4 @@
-"""What other libraries do with patched models, one file each: each can be taken out without touching the rest.
+"""Integrations with other libraries, one file per library: any of them can be deleted without touching the rest.
 
 A file registers its `Integration` when it is imported, and it is imported when its library is.
 """
@@ -13,7 +13,7 @@ from patcher.loading.hooks.install import install_core
 from patcher.loading.integration import install_seams_of
 from patcher.source.importing import when_imported
 
-#: Integration -> the modules of its library of which one brings it: all in which it has seams.
+#: Integration -> the modules of its library in which it has seams; importing any of them imports the integration.
 INTEGRATIONS = {
     "accelerate": ("accelerate.utils.modeling",),
     "exporters": ("transformers.exporters.utils",),
@@ -30,7 +30,7 @@ _installed = False
 
 
 def install() -> None:
-    """Teach `from_pretrained` and `from_config` the argument `patcher=`. Done once; using any public name does it.
+    """Add the argument `patcher=` to `from_pretrained` and `from_config`. Using any public name does it, once.
 
     >>> import inspect
     >>> import patcher
@@ -39,11 +39,11 @@ def install() -> None:
     >>> inspect.signature(LlamaForCausalLM.from_pretrained).parameters["patcher"]
     <Parameter "patcher: patcher.spec.patcher.Patcher | None = None">
 
-    Type checkers accept it, and a value of another type as well: transformers declares these methods with `**kwargs`.
-    What isn't a patcher is refused when they are called.
+    Type checkers accept a value of any type, since transformers declares these methods with `**kwargs`. A value that
+    isn't a patcher is refused when they are called.
 
     Raises:
-        PatcherError: this release of transformers lacks a seam that the hook relies on.
+        PatcherError: if this release of transformers lacks a seam that the hook relies on.
     """
     global _installed
     if _installed:
@@ -51,10 +51,10 @@ def install() -> None:
     install_core()
     for name, modules in INTEGRATIONS.items():
         for module in modules:
-            when_imported(module, functools.partial(_bring, name))
-    _installed = True  # not before, for another thread that comes meanwhile
+            when_imported(module, functools.partial(_import_integration, name))
+    _installed = True  # last, so that another thread doesn't return before the hooks are in place
 
 
-def _bring(name: str, module: ModuleType) -> None:
+def _import_integration(name: str, module: ModuleType) -> None:
     importlib.import_module(f"{__name__}.{name}")
     install_seams_of(name)

@@ -1,4 +1,4 @@
-"""accelerate: reading a checkpoint into a model that is there, and maps of devices by the names of modules."""
+"""accelerate: loading a checkpoint into an existing model, and device maps by the names of modules."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from patcher.patterns import compress, inside
 def load_checkpoint(
     stock: Stock, model: nn.Module, checkpoint: Any, device_map: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Refuse a checkpoint in the layout of transformers with a device map: it is written by the names of the model.
+    """Refuse a checkpoint in the stock layout with a device map: accelerate assigns tensors by the model's names.
 
-    Without a device map it goes through `load_state_dict`, which takes either layout.
+    Without a device map it calls `load_state_dict`, which accepts either layout.
 
     Raises:
-        InvalidPatcherError: with what to write instead.
+        InvalidPatcherError: if there is such a checkpoint; the message has what to write instead.
     """
     if (
         device_map is not None
@@ -42,18 +42,18 @@ def load_checkpoint(
 
 
 def check_device_map(load: Constructed) -> None:
-    """Refuse a map that names parts of joined layers: accelerate moves modules, and of these there are none.
+    """Refuse a map that names parts of joined layers: accelerate moves modules, which these aren't.
 
     Raises:
-        InvalidPatcherError: with the names to write in their place.
+        InvalidPatcherError: if it does; the message has the names to write instead.
     """
-    given = load.options.get("device_map")
-    if not isinstance(given, Mapping):
+    device_map = load.options.get("device_map")
+    if not isinstance(device_map, Mapping):
         return
     known = {path for path, _ in named_modules(load.model)} | {*state_tensors(load.model)}
-    if unknown := given.keys() - known - {name for name, _ in load.model.named_buffers()}:
-        parts, places = parts_of(load), tuple(map(inside, unknown))
-        check_no_part_is_named("device_map", {name for name in parts if f"{name}.".startswith(places)}, parts)
+    if unknown := device_map.keys() - known - {name for name, _ in load.model.named_buffers()}:
+        parts, prefixes = parts_of(load), tuple(map(inside, unknown))
+        check_no_part_is_named("device_map", {name for name in parts if f"{name}.".startswith(prefixes)}, parts)
 
 
 register(Integration("accelerate", seams_in(__name__), on_constructed=check_device_map))

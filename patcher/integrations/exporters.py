@@ -1,7 +1,7 @@
-"""transformers' exporters, which change classes of models while they trace.
+"""transformers' exporters, which patch model classes while they trace.
 
-They put methods that can be traced into classes by name: an attention that loops over the images of a batch gets a
-`forward` without the loop. A fused class has a `forward` of its own, which would hide that.
+They replace methods of classes by traceable ones: an attention that loops over the images of a batch gets a `forward`
+without the loop. A fused class overrides `forward`, which would hide that.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from patcher.compat.seams import Stock, seam, seams_in
 from patcher.fusions.fused_module import fused_classes
 from patcher.loading.integration import Integration, register
 
-#: The owner of an attribute, its name, and what makes the replacement from the original.
+#: The owner of an attribute, its name, and a function that makes the replacement from the original.
 Patch = tuple[Any, str, Callable[[Any], Any]]
 
 
 @seam("transformers.exporters.utils:patch_attributes", "patches")
 def patch_attributes(stock: Stock, patches: Iterable[Patch]) -> Any:
-    """Give fused classes the methods that the classes they were made of are given.
+    """Apply the patches of a class to the fused classes made from it as well.
 
-    These know the projections by their old names, under which a fused module has its parts.
+    The patched methods use the projections by their original names, which fused modules have too.
     """
     patches = list(patches)
-    return stock([*patches, *(found for patch in patches for found in _in_fused_classes(*patch))])
+    return stock([*patches, *(fused_patch for patch in patches for fused_patch in _for_fused_classes(*patch))])
 
 
-def _in_fused_classes(owner: Any, name: str, factory: Callable[[Any], Any]) -> Iterator[Patch]:
+def _for_fused_classes(owner: Any, name: str, factory: Callable[[Any], Any]) -> Iterator[Patch]:
     if not isinstance(owner, type):
         return
     method = getattr(owner, name, None)

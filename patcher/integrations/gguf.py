@@ -1,4 +1,4 @@
-"""GGUF files: transformers reads them by the names that it finds in the model, so it is given stock's."""
+"""GGUF files: transformers reads them by the names of the model's parameters, so it gets the stock model."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ from patcher.loading.load import Constructed, brings_conversions
 from patcher.resolution.resolution import skeleton
 
 
-@seam(
-    "transformers.quantizers.quantizer_gguf:GgufHfQuantizer.get_state_dict",
-    *("checkpoint_file", "model"),
-)
+@seam("transformers.quantizers.quantizer_gguf:GgufHfQuantizer.get_state_dict", "checkpoint_file", "model")
 def get_state_dict(stock: Stock, self: Any, checkpoint_file: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Read a file under the names of the stock model.
 
     Raises:
-        InvalidPatcherError: transformers makes these names by conversions, which take the place of all others.
+        InvalidPatcherError: if transformers has conversions for the file, which replace those of the patcher.
     """
     load = current_load()
     if type(load) is Constructed:
-        if not self.supported:  # what it has conversions for it calls so
+        if not self.supported:  # `supported`: there are conversions for the architecture
             model = skeleton(load.record.model_class, model.config)
         elif any(map(brings_conversions, load.in_force)):
             raise InvalidPatcherError(

@@ -1,8 +1,7 @@
 """`use_kernels=True` and `kernel_config=` of transformers, which put forwards of the `kernels` package on modules.
 
-transformers finds these modules by an attribute of their class, which classes that are derived from it inherit. What a
-patcher has replaced, or something below a module, has a forward that was chosen for it: it keeps that. All else gets
-its kernel as in the stock model.
+transformers finds these modules by an attribute of their class, which subclasses inherit. A module that a patcher has
+replaced, or that contains one, keeps the forward of its class. All others get their kernels as in the stock model.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from patcher.loading.integration import Integration, register
 
 
 class _Kernelizable(ModelView):
-    """A model without the kernels that modules must not get. What is set on it is set on the model."""
+    """A view of a model that hides the kernels of patched modules. Attributes are set on the model itself."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._model, name, value)
@@ -32,22 +31,22 @@ class _Kernelizable(ModelView):
 
 @seam("transformers.integrations.hub_kernels:kernelize", "model", follow=True)
 def kernelize(stock: Stock, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Leave the modules that a patcher has changed as they are."""
+    """Put kernels on the modules that no patcher has changed."""
     return stock(_Kernelizable(model), *args, **kwargs)
 
 
 @seam("transformers.integrations.hub_kernels:register_patch_mapping", "mapping")
 def register_layouts(stock: Stock, mapping: Mapping[str, type[nn.Module]], *args: Any, **kwargs: Any) -> None:
-    """Refuse what transformers would replace for all models that are loaded from then on.
+    """Refuse replacements that transformers would apply to every later load of the process.
 
     Raises:
-        InvalidPatcherError: a kernel brings classes of modules, and the load has a patcher.
+        InvalidPatcherError: if a kernel brings module classes, and the load has a patcher.
     """
     load = current_load()
     if load is not None and mapping:
         name, layout = next(iter(mapping.items()))
         raise InvalidPatcherError(
-            f"kernel_config= has {name} built as {layout.__qualname__}, which transformers registers for every later "
+            f"kernel_config= replaces {name} by {layout.__qualname__}, which transformers registers for every later "
             "load of the process, and this load has a patcher. Leave it out of kernel_config=, and replace that class "
             f"by the patcher: class_mapping={{{name!r}: ...}}, with a class of that layout that has the kernel's "
             "forward."
@@ -56,11 +55,11 @@ def register_layouts(stock: Stock, mapping: Mapping[str, type[nn.Module]], *args
 
 
 def _takes_kernel(module: nn.Module) -> bool:
-    """Whether the forward of a module is stock's, all through, or one that has chosen a kernel itself."""
+    """Whether nothing in a module is patched, or its replacement declares a kernel itself."""
     original = stock_class(module)
     if type(module) is not original:
         return chooses_kernel(type(module), original)
-    return not kernel_name(original) or all(type(each) is stock_class(each) for each in module.modules())
+    return not kernel_name(original) or all(type(child) is stock_class(child) for child in module.modules())
 
 
 register(Integration("kernels", seams_in(__name__)))

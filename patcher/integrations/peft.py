@@ -1,11 +1,11 @@
-"""PEFT: an adapter un-fuses the layers that it names, so that PEFT meets those of transformers.
+"""PEFT: an adapter un-fuses the modules whose layers it names, so that PEFT sees the layers of transformers.
 
-    attn.qkv_proj  ->  attn.q_proj, attn.k_proj, attn.v_proj     on the storage of the joined weight
+    attn.qkv_proj  ->  attn.q_proj, attn.k_proj, attn.v_proj     views of the joined weight
 
-Before PEFT puts an adapter into a model, each fused module whose stock layers the config of the adapter names gets its
-class and its layers back. From there on all is PEFT's own: every kind of adapter, training, merging, hot swapping,
-saving. Experts that are laid out as layers stay, where the config names these layers; "all-linear" means the layers
-of stock.
+Before PEFT injects an adapter, every fused module whose stock layers are named by the adapter config gets its original
+class and layers back. PEFT does the rest: every kind of adapter, training, merging, hot swapping, saving. Experts that
+are laid out as layers stay so if the config names these layers; "all-linear" means the linear layers of the stock
+model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from patcher.patterns import inside
 def construct(
     stock: Stock, self: Any, model: Any, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """The first adapter of a model: some kinds look at the shapes of layers before they put anything in."""
+    """Un-fuse for the first adapter of a model: some kinds read the shapes of layers before they inject anything."""
     config = peft_config.get(adapter_name) if isinstance(peft_config, dict) else peft_config
     state_dict = kwargs.get("state_dict", args[1] if len(args) > 1 else None)
     if hasattr(config, "peft_type"):
@@ -49,7 +49,7 @@ def construct(
 
 @seam("peft.tuners.tuners_utils:BaseTuner.inject_adapter", "model", "adapter_name", "state_dict")
 def inject(stock: Stock, self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-    """Any adapter, also one that is added later."""
+    """Un-fuse for any adapter, including one that is added later."""
     config = self.peft_config[adapter_name]
     _prepare(self, config, model, kwargs.get("state_dict", args[2] if len(args) > 2 else None))
     if _names_experts(config, model):
@@ -59,25 +59,25 @@ def inject(stock: Stock, self: Any, model: Any, adapter_name: str, *args: Any, *
 
 @seam("peft.utils.transformers_weight_conversion:convert_peft_config_for_transformers", "peft_config", "model")
 def convert_config(stock: Stock, peft_config: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Have a config name stacks of experts in the place of layers, unless it names layers that the model has."""
+    """Convert target names from layers of experts to stacks, unless the model has the layers that are named."""
     if not _names_experts(peft_config, model):
         stock(peft_config, model, *args, **kwargs)
 
 
 def _prepare(tuner: Any, config: Any, model: Any, state_dict: Any) -> None:
-    """Un-fuse what a config names, or a state dict where that says which layers have an adapter.
+    """Un-fuse the modules that a config targets, or a state dict if that decides which layers have an adapter.
 
     Raises:
-        InvalidPatcherError: these weights can't be taken apart; nothing has been changed.
+        InvalidPatcherError: if these weights can't be split; nothing has been changed.
     """
     if carriers(model):
-        named = _Named(tuner, config, model, state_dict)
-        named.check_converted()
-        unfuse(model, named.in_fused, ADAPTED)
+        targets = _Targets(tuner, config, model, state_dict)
+        targets.check_converted()
+        unfuse(model, targets.includes, ADAPTED)
 
 
-class _Named:
-    """What the config of an adapter names of the stock model, as PEFT itself compares names."""
+class _Targets:
+    """The modules of the stock model that an adapter config targets, matched by PEFT's own functions."""
 
     def __init__(self, tuner: Any, config: Any, model: nn.Module, state_dict: Any) -> None:
         from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
@@ -90,86 +90,86 @@ class _Named:
 
             transformers_weight_conversion.convert_peft_config_for_transformers(config, model=model, conversions=None)
         if hasattr(config, "target_modules") and not self.all_linear:
-            with suppress(ValueError):  # PEFT knows no targets for the architecture, and says so itself
+            with suppress(ValueError):  # PEFT has no default targets for the architecture, and raises later itself
                 self.config = tuner._prepare_adapter_config(config, tuner.get_model_config(model))
-        given = vars(config)
-        self.parameters = tuple(given.get("target_parameters") or ())
-        self.saved = [name for name in given.get("modules_to_save") or () if isinstance(name, str)]
-        self.patterns = [*(given.get("rank_pattern") or ()), *(given.get("alpha_pattern") or ())]
+        settings = vars(config)
+        self.parameters = tuple(settings.get("target_parameters") or ())
+        self.modules_to_save = [name for name in settings.get("modules_to_save") or () if isinstance(name, str)]
+        self.patterns = [*(settings.get("rank_pattern") or ()), *(settings.get("alpha_pattern") or ())]
         self.in_state_dict: set[str] | None = None
         if state_dict is not None:
             prefix = PEFT_TYPE_TO_PREFIX_MAPPING[config.peft_type]
             self.in_state_dict = {key.rsplit(f".{prefix}", 1)[0].removeprefix("_orig_mod.") for key in state_dict}
 
-    def in_fused(self, path: str, carried: ModuleLayouts) -> bool:
-        """Whether something of a fused module is named."""
-        # It may itself be a layer in stock, which PEFT knows.
+    def includes(self, path: str, carried: ModuleLayouts) -> bool:
+        """Whether a fused module, or a layer or parameter of it, is targeted."""
+        # The original may itself be a layer that PEFT adapts.
         is_layer = issubclass(carried.original or nn.Module, nn.Linear | Conv1D | nn.Conv2d | nn.Conv3d)
-        return self._is_named(path, carried.stock, _layers(path, carried.fused), is_layer)
+        return self._includes(path, carried.stock, _layers(path, carried.fused), is_layer)
 
     def check_converted(self) -> None:
-        """Refuse what a class mapping has converted: which of its rows are those of a stock layer isn't known.
+        """Refuse weights that a class mapping has converted: their rows can't be attributed to stock layers.
 
         Raises:
-            InvalidPatcherError: with what can be done instead.
+            InvalidPatcherError: if the adapter targets such weights; the message has an alternative.
         """
         for path, module, carried in carriers(self.model):
             for layout in carried.converted:
-                if self._is_named(path, layout.stock, (), is_whole=False):
+                if self._includes(path, layout.stock, (), is_layer=False):
                     raise InvalidPatcherError(
                         f"The adapter names layers of {path or 'the model'} whose weights a class mapping converts "
-                        f"({layout}), so they can't have one as on the stock model. Name the layers of "
+                        f"({layout}), so they can't have an adapter as on the stock model. Name the layers of "
                         f"{type(module).__qualname__}, or load the model without this class mapping."
                     )
 
-    def _is_named(self, path: str, stock: Iterable[str], own: Iterable[str], is_whole: bool) -> bool:
+    def _includes(self, path: str, stock: Iterable[str], fused_layers: Iterable[str], is_layer: bool) -> bool:
         names = {f"{inside(path)}{name}" for name in stock}
         layers = _layers(path, stock)
-        if any(name == each or name.endswith(f".{each}") for name in names for each in self.parameters):
+        if any(name == target or name.endswith(f".{target}") for name in names for target in self.parameters):
             return True
-        around = {path, *layers, *(path[: dot.start()] for dot in re.finditer(r"\.", path))}
-        if any(place.endswith(name) for place in around for name in self.saved):
+        paths = {path, *layers, *(path[: dot.start()] for dot in re.finditer(r"\.", path))}
+        if any(module.endswith(name) for module in paths for name in self.modules_to_save):
             return True
-        if any(matches(rf"(.*\.)?({pattern})", place) for place in layers for pattern in self.patterns):
+        if any(matches(rf"(.*\.)?({pattern})", layer) for layer in layers for pattern in self.patterns):
             return True
         if self.in_state_dict is not None:
             return not self.in_state_dict.isdisjoint(layers)
-        if self.all_linear:  # which means what is linear in stock: neither experts nor a convolution
-            return bool(layers) or bool(own)
-        if is_whole:  # linear layers here, and one layer in stock
+        if self.all_linear:  # the linear layers of the stock model: neither experts nor a convolution
+            return bool(layers) or bool(fused_layers)
+        if is_layer:  # a single layer in the stock model, with linear layers in it here
             layers = {path}
         if layers:
             return any(map(self._is_target, layers))
-        # Layers of experts, which the name of another layer may fit.
-        return not self.names_experts and any(map(self._is_target, own))
+        # Layers of experts, which the name of another layer may match.
+        return not self.names_experts and any(map(self._is_target, fused_layers))
 
     def _is_target(self, name: str) -> bool:
-        """Whether PEFT adapts a layer of that name, or is configured to leave it out."""
+        """Whether PEFT adapts a layer of that name, or is configured to exclude it."""
         if getattr(self.config, "target_modules", None) is None and not hasattr(self.config, "target_parameters"):
             return False
-        found = self.tuner._check_target_module_exists(self.config, name)
-        return bool(found) or type(found).__name__ == "_ExcludedModule"
+        match = self.tuner._check_target_module_exists(self.config, name)
+        return bool(match) or type(match).__name__ == "_ExcludedModule"
 
 
 def _layers(path: str, parameters: Iterable[str]) -> set[str]:
-    """The layers of parameters of a module, but for the module itself."""
+    """Return the paths of the layers in a module that have these parameters, without the module itself."""
     return {f"{inside(path)}{owner}" for name in parameters if (owner := name.rpartition(".")[0])}
 
 
 def _names_experts(config: Any, model: nn.Module) -> bool:
-    """Whether a config names layers of experts that stock has as stacks in one parameter.
+    """Whether a config targets layers of experts whose weights the stock model has stacked in one parameter.
 
-    A name such as `gate_proj` may mean them in a new adapter. In one that is read from a file it may be that of an
-    adapter of stock, which has no such layers, so only what can't mean another layer does: see `_name_experts`.
+    In a new adapter, a name such as `gate_proj` targets them. An adapter that is read from a file may be one of the
+    stock model, which has no such layers, so only an unambiguous name targets them there: see `_name_experts`.
     """
     targets = getattr(config, "target_modules", None)
     if not targets or getattr(config, "target_parameters", None):
         return False
-    if _means_all_linear(config):  # what is fused will be un-fused
+    if _means_all_linear(config):  # fused modules will be un-fused
         fused = tuple(inside(path) for path, *_ in fused_modules(model))
         return not all(layer.startswith(fused) for layer in listed_layers(model))
     named = _named_experts(config, model)
-    return bool(named) and (not config.inference_mode or any(_is_meant(targets, layer) for layer in named))
+    return bool(named) and (not config.inference_mode or any(_is_unambiguous(targets, layer) for layer in named))
 
 
 def _named_experts(config: Any, model: nn.Module) -> list[str]:
@@ -178,33 +178,34 @@ def _named_experts(config: Any, model: nn.Module) -> list[str]:
     return [layer for layer in sorted(listed_layers(model)) if check_target_module_exists(config, layer)]
 
 
-def _is_meant(targets: Any, layer: str) -> bool:
-    """Whether targets name a layer of an expert, and not just any of the same last name."""
+def _is_unambiguous(targets: Any, layer: str) -> bool:
+    """Whether targets match a layer of an expert as such, not any layer of the same last name."""
     if not isinstance(targets, str):
         return any("." in name and f".{layer}".endswith(f".{name}") for name in targets)
     *around, _, _, name = layer.split(".")  # model.layers.0.mlp, experts, 3, gate_proj
     other = ".".join((*around, name))
-    return any(matches(each, layer) and not matches(each, other) for each in (targets, targets.rpartition(")|")[2]))
+    expressions = targets, targets.rpartition(")|")[2]
+    return any(matches(expression, layer) and not matches(expression, other) for expression in expressions)
 
 
 def _name_experts(config: Any, model: nn.Module) -> None:
-    """Have a config name the experts as such, so that it means them when it is read again.
+    """Target the experts of a config unambiguously, so that it targets them when it is read again.
 
-    As an expression: of many names PEFT keeps the ends that they share.
+    It is an expression because PEFT shortens a list of many names to their common suffixes.
 
     Raises:
-        InvalidPatcherError: it names layers by number as well, for which PEFT takes the numbers of experts.
+        InvalidPatcherError: if the config sets `layers_to_transform`, which PEFT would compare with expert indices.
     """
     targets, named = config.target_modules, _named_experts(config, model)
-    if _means_all_linear(config) or any(_is_meant(targets, layer) for layer in named):
+    if _means_all_linear(config) or any(_is_unambiguous(targets, layer) for layer in named):
         return
     paths = [layer.split(".") for layer in named]
-    stacks, names = ("|".join(sorted({path[place] for path in paths})) for place in (-3, -1))
+    stacks, names = ("|".join(sorted({path[position] for path in paths})) for position in (-3, -1))
     experts = rf".*\.(?:{stacks})\.\d+\.(?:{names})"
     if getattr(config, "layers_to_transform", None) is not None:
         raise InvalidPatcherError(
             f"The adapter names layers of experts ({named[0]}), and layers_to_transform="
-            f"{config.layers_to_transform!r} would be numbers of experts there. Write target_modules as an expression "
+            f"{config.layers_to_transform!r} would be indices of experts there. Write target_modules as an expression "
             f"instead: {experts!r}."
         )
     others = targets if isinstance(targets, str) else rf"(?:.*\.)?(?:{'|'.join(map(re.escape, sorted(targets)))})"
@@ -219,70 +220,71 @@ def _means_all_linear(config: Any) -> bool:
 
 
 def adapted(model: nn.Module, merged: bool, around: nn.Module) -> Adapted:
-    """The modules that adapters are around, for weights that stream.
+    """Return the modules that adapters wrap, for streaming of weights.
 
     Raises:
-        InvalidPatcherError: an adapter is part of the weights that are requested without it, or can't be part of them.
+        InvalidPatcherError: if an adapter is merged into weights that are requested without it, or can't be merged.
     """
-    if "peft" not in sys.modules:  # it may not be installed; whoever has put an adapter on has imported it
+    if "peft" not in sys.modules:  # PEFT may not be installed, and a model with an adapter has imported it
         return {}
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    found: dict[str, tuple[nn.Module, Callable[[], nn.Module] | None]] = {}
-    for peft_model in (each for _, each in named_modules(around) if isinstance(each, PeftModel)):
+    base_modules: dict[str, tuple[nn.Module, Callable[[], nn.Module] | None]] = {}
+    for peft_model in (module for _, module in named_modules(around) if isinstance(module, PeftModel)):
         config = peft_model.active_peft_config
         kind = str(getattr(config.peft_type, "value", config.peft_type))
-        if merged and (config.is_prompt_learning or kind == "XLORA"):  # that weighs its adapters anew for each token
-            raise _unmerged(f"{type(peft_model).__name__} ({kind})", "it changes what the weights are given, not them")
+        if merged and (config.is_prompt_learning or kind == "XLORA"):  # X-LoRA weighs its adapters for each token
+            raise _cannot_merge(f"{type(peft_model).__name__} ({kind})", "it changes inputs, not weights")
         if config.is_prompt_learning:
-            found[type(peft_model).__name__] = model, None
+            base_modules[type(peft_model).__name__] = model, None
     for path, module in named_modules(model):
-        is_around = isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
-        is_strange = not is_around and type(module).__module__.startswith("peft.")
-        if not (is_around or is_strange) or path.startswith(tuple(map(inside, found))):
+        is_wrapper = isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+        is_unknown = not is_wrapper and type(module).__module__.startswith("peft.")
+        if not (is_wrapper or is_unknown) or path.startswith(tuple(map(inside, base_modules))):
             continue
-        if is_strange:
+        if is_unknown:
             raise InvalidPatcherError(
-                f"{path} is a {type(module).__name__} of PEFT, around a module of the model that it doesn't tell. "
+                f"{path} is a {type(module).__name__} of PEFT, and which module of the model it wraps isn't known. "
                 "Stream the base model, loaded without this adapter, and give the engine the adapter."
             )
-        at: Any = module
-        is_wanted = merged and not at.disable_adapters
-        if not is_wanted and any(getattr(part, "merged", False) for part in module.modules()):
+        wrapper: Any = module
+        merge = merged and not wrapper.disable_adapters
+        if not merge and any(getattr(part, "merged", False) for part in module.modules()):
             raise InvalidPatcherError(
-                f"The adapter of {path} is merged into its weights, so they can't be told from it. Unmerge it first "
-                '(unmerge_adapter()), or write adapters="merged".'
+                f"The adapter of {path} is merged into its weights, so they can't be separated from it. Unmerge it "
+                'first (unmerge_adapter()), or write adapters="merged".'
             )
-        if is_wanted and at.active_adapters and hasattr(at, "modules_to_save"):
-            at = at.modules_to_save[at.active_adapters[0]]  # trained in its place
-        at = getattr(at, "token_adapter", getattr(at, "original_module", at))
-        if not isinstance(at, BaseTunerLayer):
-            found[path] = at, None
+        if merge and wrapper.active_adapters and hasattr(wrapper, "modules_to_save"):
+            wrapper = wrapper.modules_to_save[wrapper.active_adapters[0]]  # the trained copy
+        wrapper = getattr(wrapper, "token_adapter", getattr(wrapper, "original_module", wrapper))
+        if not isinstance(wrapper, BaseTunerLayer):
+            base_modules[path] = wrapper, None
         else:
-            is_changed = is_wanted and not set(at.active_adapters) <= set(at.merged_adapters)
-            found[path] = at.get_base_layer(), functools.partial(_merged, at, path) if is_changed else None
-    return found
+            is_unmerged = merge and not set(wrapper.active_adapters) <= set(wrapper.merged_adapters)
+            merging = functools.partial(_merge, wrapper, path) if is_unmerged else None
+            base_modules[path] = wrapper.get_base_layer(), merging
+    return base_modules
 
 
-def _merged(layer: Any, path: str) -> nn.Module:
-    """What PEFT makes of a layer and its adapters, of a copy.
+def _merge(layer: Any, path: str) -> nn.Module:
+    """Return a copy of a layer with its adapters merged into it.
 
     Raises:
-        InvalidPatcherError: nothing, as it can't be merged.
+        InvalidPatcherError: if PEFT can't merge them.
     """
     part: Any = copy.deepcopy(layer)
-    while hasattr(part, "base_layer"):  # of adapters for parameters there may be several around one module
+    while hasattr(part, "base_layer"):  # adapters of parameters may be nested around one module
         try:
             part.merge()
         except Exception as error:
-            raise _unmerged(path, f"PEFT says {type(error).__name__}: {str(error)[:300]}") from error
+            raise _cannot_merge(path, f"PEFT says {type(error).__name__}: {str(error)[:300]}") from error
         part = part.base_layer
     return part  # type: ignore[no-any-return]
 
 
-def _unmerged(where: str, reason: str) -> InvalidPatcherError:
+def _cannot_merge(where: str, reason: str) -> InvalidPatcherError:
     return InvalidPatcherError(
         f'The adapter of {where} can\'t be merged into weights: {reason}. Write adapters="left out", and give the '
         "engine the adapter."

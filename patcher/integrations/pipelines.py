@@ -1,4 +1,4 @@
-"""`transformers.pipeline`: it is given `patcher=`, and hands what it doesn't know to the pipeline, not to the load."""
+"""`transformers.pipeline`: pass `patcher=` to the load; unknown arguments go to the pipeline."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from patcher.spec.patcher import Patcher
 
 @seam("transformers.pipelines:pipeline", "model", "model_kwargs", follow=True)
 def pipeline(stock: Stock, *args: Any, patcher: Patcher | None = None, **kwargs: Any) -> Any:
-    """Give the load of the model the patcher.
+    """Pass the patcher to the load of the model.
 
     Raises:
-        InvalidPatcherError: there are two, or a model that is loaded.
+        InvalidPatcherError: if there are two patchers, or the model is loaded already.
     """
     if patcher is None:
         return stock(*args, **kwargs)
@@ -37,7 +37,7 @@ def pipeline(stock: Stock, *args: Any, patcher: Patcher | None = None, **kwargs:
 
 @seam("transformers.pipelines:Pipeline.__init__", "model")
 def make_pipeline(stock: Stock, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuse a patcher for a model that is loaded."""
+    """Refuse a patcher for a model that is loaded already."""
     if kwargs.pop("patcher", None) is not None:
         raise _too_late()
     stock(self, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Quantizers: what their configs say of layers by name, where the patched model has joined layers in their place."""
+"""Quantizers: check the layer names in their configs where the patched model has joined layers instead."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ from patcher.loading.stock_view import check_no_part_is_named, layer_name, parts
 
 
 def check_names(load: Selected, quantizer: Any) -> None:
-    """Refuse a config that says something of parts of joined weights and not of these.
+    """Refuse a config that names parts of joined weights and not the joined weights.
 
     Raises:
-        InvalidPatcherError: with the names to write in their place.
+        InvalidPatcherError: if it does; the message has the names to write instead.
     """
     if quantizer is None or not (parts := parts_of(load)):
         return
     config: Any = quantizer.quantization_config
-    skipped: Iterable[str] | None = getattr(quantizer, "modules_to_not_convert", None)  # None: it keeps no such list
-    # What torchao's `FqnToConfig` has for single layers, by name or expression.
+    skipped: Iterable[str] | None = getattr(quantizer, "modules_to_not_convert", None)  # None: it has no such list
+    # The settings of torchao's `FqnToConfig` for single layers, by name or expression.
     settings: Mapping[str, Any] = getattr(getattr(config, "quant_type", None), "fqn_to_config", None) or {}
     words = "" if skipped is not None or settings else repr(config.to_dict())
     modules = {path for path, _ in named_modules(load.model)}
-    of_made = {layer_name(name).rpartition(".")[2] for made in parts.values() for name in made}
+    joined_layers = {layer_name(name).rpartition(".")[2] for joined in parts.values() for name in joined}
 
     def keys_for(name: str) -> set[str]:
-        """What of the config says something of a parameter."""
-        owner = layer_name(name)
-        if words:  # how it looks for names isn't known, so any word may be one; a stack has no layer of its own
-            word = (name if owner in modules and name in parts else owner).rpartition(".")[2]
+        """Return the keys of the config that match a parameter."""
+        layer = layer_name(name)
+        if words:  # how the quantizer matches names isn't known, so any word counts; a stack isn't in a layer
+            word = (name if layer in modules and name in parts else layer).rpartition(".")[2]
             is_word = re.search(rf"(?<!\w){re.escape(word)}(?!\w)", words) is not None
-            return {word} if is_word and not (name in parts and word in of_made) else set()
-        named = (owner, name)
-        found = {key for key in skipped or () if not all(should_convert_module(each, [key]) for each in named)}
-        return found | {key for key in settings if names_setting(key, owner, name)}
+            return {word} if is_word and not (name in parts and word in joined_layers) else set()
+        targets = layer, name
+        keys = {key for key in skipped or () if not all(should_convert_module(target, [key]) for target in targets)}
+        return keys | {key for key in settings if names_setting(key, layer, name)}
 
-    siblings: dict[tuple[str, ...], dict[str, set[str]]] = {}
-    for name, made in parts.items():
-        siblings.setdefault(made, {})[name] = keys_for(name)
+    keys_of_parts: dict[tuple[str, ...], dict[str, set[str]]] = {}
+    for name, joined in parts.items():
+        keys_of_parts.setdefault(joined, {})[name] = keys_for(name)
     named: list[str] = []
-    for made, of_parts in siblings.items():
-        about_parts, about_made = set().union(*of_parts.values()), [keys_for(name) for name in made]
-        # A key may name all of them; one that names the joined layer alone is for this model.
-        if all(of_parts.values()) and all(about_made):
+    for joined, by_part in keys_of_parts.items():
+        part_keys, joined_keys = set().union(*by_part.values()), [keys_for(name) for name in joined]
+        # A key may match all of them; one that matches the joined layer alone is written for this model.
+        if all(by_part.values()) and all(joined_keys):
             continue
-        if not all(keys - about_parts for keys in about_made):
-            named += [name for name, keys in of_parts.items() if keys]
+        if not all(keys - part_keys for keys in joined_keys):
+            named += [name for name, keys in by_part.items() if keys]
     check_no_part_is_named("quantization_config", named, parts)
 
 
 def names_setting(key: str, layer: str, parameter: str) -> bool:
-    """Whether a key of these settings names a layer, or its parameter; the default names none."""
+    """Whether a key of `FqnToConfig` matches a layer or its parameter; `_default` matches none."""
     if key.startswith("re:"):
         return any(matches(key[3:], name) for name in (parameter, layer))
     return key in (parameter, layer)

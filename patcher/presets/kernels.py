@@ -1,13 +1,12 @@
-"""RMSNorm and gated activations in Triton, for training on GPUs, in every model whose classes compute what they do.
+"""RMSNorm and gated activations in Triton, for training on GPUs, in every model whose classes match a verified one.
 
-The kernels keep fewer activations and read memory once. The modules stay those of the model, with another forward, so
-nothing is converted, and an activation that Liger lacks is computed by the module's own. They compute as stock does
-within the rounding of the dtype; verify on your GPU with `patcher verify MODEL --preset LIGER`. They need the package
-`liger-kernel` and a GPU. Which classes are replaced, architecture by architecture, is listed in
-`tests/coverage/coverage_liger.md`.
+The kernels save fewer activations and read memory once. Only the forward of the modules changes, so no weight is
+converted; an activation that Liger lacks is computed by the module itself. Outputs equal stock's within the rounding
+of the dtype; verify on your GPU with `patcher verify MODEL --preset LIGER`. They need the package `liger-kernel` and a
+GPU. `tests/coverage/coverage_liger.md` lists the classes that are replaced, by architecture.
 
-Rotary embeddings are left out: Liger's takes the second half of cos and sin to be as the first, and writes into the
-queries and keys that it is given, and a function that is like Llama's says nothing of either.
+Rotary embeddings are left out: Liger's kernel assumes that both halves of cos and sin are equal, and overwrites its
+queries and keys. A function that computes the same as Llama's needn't allow either.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class LigerRMSNorm(nn.Module):
-    """Llama's: the product with the weight is in the dtype of both."""
+    """Llama's RMSNorm: the product with the weight is in the promoted dtype of both."""
 
     def forward(self: Any, hidden_states: Any) -> Any:
         normed = _normed(hidden_states, self.weight, self.variance_epsilon, casting="llama")
@@ -34,42 +33,42 @@ class LigerRMSNorm(nn.Module):
 
 
 class LigerRMSNormInFloat32(nn.Module):
-    """OLMo 2's: the product with the weight is in float32."""
+    """OLMo 2's RMSNorm: the product with the weight is in float32."""
 
     def forward(self: Any, hidden_states: Any) -> Any:
         return _normed(hidden_states, self.weight, self.variance_epsilon)
 
 
 class LigerRMSNormFromOne(nn.Module):
-    """Gemma's: the weight is what is added to one."""
+    """Gemma's RMSNorm: the factor is one plus the weight."""
 
     def forward(self: Any, x: Any) -> Any:
         return _normed(x, self.weight, self.eps, offset=1.0)
 
 
 class LigerRMSNormWithScale(nn.Module):
-    """Gemma 3n's and Gemma 4's: there may be no weight."""
+    """Gemma 3n's and Gemma 4's RMSNorm: there may be no weight."""
 
     def forward(self: Any, hidden_states: Any) -> Any:
         return _normed(hidden_states, getattr(self, "weight", None), self.eps)
 
 
 class LigerGatedMLP(nn.Module):
-    """That of most models, with one layer for the gate and one for what it scales."""
+    """The gated MLP of most models, with a layer for the gate and another for the values."""
 
     def forward(self: Any, x: Any) -> Any:
         return self.down_proj(_gated(self.act_fn, self.gate_proj(x), self.up_proj(x)))
 
 
 class LigerGateUpMLP(nn.Module):
-    """Phi-3's: both are one layer."""
+    """Phi-3's gated MLP, with one layer for both."""
 
     def forward(self: Any, hidden_states: Any) -> Any:
         gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
         return self.down_proj(_gated(self.activation_fn, gate, up))
 
 
-#: The activations that Liger has, by the names of their classes; one that is derived from them is another.
+#: Class of an activation -> its function in Liger. Subclasses don't count, they may compute something else.
 _FUNCTIONS = {
     "transformers.activations.SiLUActivation": "LigerSiLUMulFunction",
     "torch.nn.modules.activation.SiLU": "LigerSiLUMulFunction",
@@ -80,12 +79,12 @@ _FUNCTIONS = {
 def _normed(states: Any, weight: Any, eps: float, offset: float = 0.0, casting: str = "gemma") -> Any:
     from liger_kernel import ops  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-    # Not in place, as Liger's own layers are by default: a gradient may be that of a residual connection as well.
+    # Not in place, which is the default of Liger's layers: a residual connection may use the same gradient.
     return ops.LigerRMSNormFunction.apply(states, weight, eps, offset, casting, False)
 
 
 def _gated(activation: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """`activation(gate) * up`, which is computed so where Liger lacks the activation."""
+    """Return `activation(gate) * up`, by Liger's kernel if it has the activation."""
     from liger_kernel import ops
 
     name = _FUNCTIONS.get(f"{type(activation).__module__}.{type(activation).__qualname__}")
@@ -94,22 +93,22 @@ def _gated(activation: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch
     product: torch.Tensor = getattr(ops, name).apply(gate, up)
     if product.requires_grad and not torch.compiler.is_compiling():
         passes: list[None] = []
-        product.register_hook(lambda gradient: _count(passes))  # type: ignore[no-untyped-call]
+        product.register_hook(lambda gradient: _count_pass(passes))  # type: ignore[no-untyped-call]
     return product
 
 
-def _count(passes: list[None]) -> None:
-    """Refuse a second backward pass: in the first Liger overwrites what the forward has saved."""
+def _count_pass(passes: list[None]) -> None:
+    """Refuse a second backward pass: in the first, Liger overwrites the saved tensors of the forward."""
     if passes:
         raise RuntimeError(
-            "Liger's gated activations can be gone back through once, and this is the second backward pass "
-            "(retain_graph=True). Run the forward again for each, or load without the preset LIGER."
+            "Liger's gated activations support one backward pass, and this is the second one (retain_graph=True). "
+            "Run the forward again for each, or load without the preset LIGER."
         )
     passes.append(None)
 
 
 _MODELS = "transformers.models."
-#: layer -> the classes that it is for, by examples, with the fingerprints of what was verified
+#: layer -> examples of the classes that it replaces, with the fingerprints of the verified code
 _RULES: dict[type[nn.Module], dict[str, Any]] = {
     LigerRMSNorm: {
         "llama.modeling_llama:LlamaRMSNorm": "d343b51fc4f03ebb",
@@ -138,22 +137,22 @@ _RULES: dict[type[nn.Module], dict[str, Any]] = {
 
 
 def rules() -> dict[Any, type[nn.Module]]:
-    """What is replaced -> the layer whose forward it gets. That needs neither the package nor a GPU."""
+    """Return the mapping from classes to the layers whose forwards they get. It needs neither Liger nor a GPU."""
     return {like(_MODELS + example): layer for layer, examples in _RULES.items() for example in examples}
 
 
 def fits(config: PretrainedConfig) -> bool:
-    """Whether the modeling file of a config, or that of the text model in it, has a class that is replaced."""
+    """Whether the modeling file of a config, or of one of its sub-configs, has a class that is replaced."""
     classes: list[Any] = []
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         with suppress(ImportError):
             home = importlib.import_module(type(part).__module__.replace(".configuration_", ".modeling_"))
-            classes += [each for each in vars(home).values() if getattr(each, "__module__", "") == home.__name__]
+            classes += [value for value in vars(home).values() if getattr(value, "__module__", "") == home.__name__]
     return any(key.matches(cls) for key in rules() for cls in classes if isinstance(cls, type))
 
 
 def arguments() -> dict[str, Any]:
-    """Those of the preset's `Patcher`."""
+    """Return the arguments of the preset's `Patcher`, or raise if the package or a GPU is missing."""
     try:
         importlib.import_module("liger_kernel.ops")
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The presets that fusions make, a family of them for each fusion and a row for each model."""
+"""The presets of fusions: a family for each fusion, with a row for each model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ class Family(NamedTuple):
     """The presets of one fusion.
 
     Attributes:
-        ending: of their names, behind the model.
-        fusions: what they apply.
-        does: what that makes of a model.
-        about: why and for whom that is, and how exact.
-        pins: model -> the classes that its preset is pinned to, each with the fingerprints of its code on all
-            supported releases of transformers.
+        ending: the suffix of their names, after the model.
+        fusions: the fusions that they apply.
+        does: the first line of their descriptions.
+        about: the purpose, the users and the accuracy.
+        pins: model -> the classes that its preset is pinned to, with the fingerprints of their code in all supported
+            releases of transformers.
     """
 
     ending: str
@@ -26,8 +26,8 @@ class Family(NamedTuple):
 
 _PROJECTIONS = """\
 One large product has less overhead than two or three small ones, and it is one layer to quantize, shard or calibrate:
-for whoever decodes on one device, or quantizes and calibrates by layer. What it gains on two CPU cores is small: a
-step of decoding SmolLM2-135M in bfloat16 takes 0.95 of stock's time, and one of a Llama of 1 B as long as stock's.
+for decoding on one device, or quantization and calibration by layer. The gain on two CPU cores is small: a decoding
+step of SmolLM2-135M in bfloat16 takes 0.95 of stock's time, and one of a 1B Llama as long as stock's.
 
 Outputs are within 1e-5 of stock in float32, checkpoints the same byte for byte, grouped heads included.
 `python -m tests.benchmarks.bench_projections` measures it on your machine."""
@@ -37,14 +37,14 @@ FAMILIES = (
         ("sequential_experts",),
         "Each expert as plain linear layers, which quantizers find.",
         """\
-Mixtures of experts keep the weights of all experts of a layer in one three-dimensional parameter, which quantizers of
-linear layers pass by: most of the model stays as large as it was. With these presets experts are made of `nn.Linear`,
+Mixtures of experts have the weights of all experts of a layer in one three-dimensional parameter, which quantizers of
+linear layers skip: most of the model keeps its size. With these presets experts consist of `nn.Linear` modules named
 `experts.3.gate_proj`, `experts.3.up_proj` and `experts.3.down_proj` in every model: for int8 or int4 of the experts,
 calibration by layer, or adapters on single experts. Experts run one after the other, so without a quantizer this is
 slower than grouped kernels.
 
-Outputs are within 1e-5 of stock in float32, checkpoints the same byte for byte. `examples/quantize.py` measures what
-it gains: int8 of bitsandbytes makes a Mixtral of two experts, made of SmolLM2's weights, 1.07 times smaller without
+Outputs are within 1e-5 of stock in float32, checkpoints the same byte for byte. `examples/quantize.py` measures the
+gain: int8 of bitsandbytes makes a Mixtral of two experts, built from SmolLM2's weights, 1.07 times smaller without
 the fusion and 1.77 times with it; perplexity goes from 19.0 to 19.1 and to 19.4.""",
         {
             "DEEPSEEK_V3": {"DeepseekV3Experts": "6be7ec0ddb2ab2e7 b5463e8c890cc6f2"},
@@ -58,12 +58,12 @@ the fusion and 1.77 times with it; perplexity goes from 19.0 to 19.1 and to 19.4
     Family(
         "LINEAR_PATCH_EMBEDDINGS",
         ("patch_embeddings",),
-        "The convolution of the patches of images as a linear layer.",
+        "The convolution of image patches as a linear layer.",
         """\
-A convolution whose stride is its kernel looks at each patch once: it is a linear layer over flattened patches, which
-quantizers and adapters of linear layers know. Where the patches were cut before, as in the Qwen-VL family, it is
-faster as well, for whoever runs many images or videos: for 1024 patches 2.6 times as fast as Conv3d on two CPU cores
-in float32, and 4 to 8 times with the backward pass. Whole images are convolved as before, with the same weight.
+A convolution whose stride is its kernel size reads each patch once: it is a linear layer over flattened patches, which
+quantizers and adapters of linear layers support. If patches are cut beforehand, as in the Qwen-VL family, it is also
+faster, for many images or videos: for 1024 patches 2.6 times as fast as Conv3d on two CPU cores in float32, and 4 to
+8 times with the backward pass. Whole images are convolved as before, with the same weight.
 
 Outputs are within 1e-5 of stock in float32, checkpoints the same byte for byte.
 `python -m tests.benchmarks.bench_patch_embeddings` measures both forms on your machine.""",
@@ -110,14 +110,14 @@ Outputs are within 1e-5 of stock in float32, checkpoints the same byte for byte.
     ),
 )
 
-_WHERE = "with one thread of an AMD EPYC that other programs used as well, in float32, torch 2.13.0"
-_AS_FAST = "For quantizers and adapters. It is given whole images, which are convolved as by stock, so it is as fast."
-#: model -> what else there is to say of its preset, what was measured included
+_WHERE = "with one thread of a shared AMD EPYC, in float32, torch 2.13.0"
+_AS_FAST = "For quantizers and adapters. Its inputs are whole images, which are convolved as in stock: it is as fast."
+#: model -> notes on its preset, measurements included
 ABOUT = {
     "DEEPSEEK_V3": "Linear layers hold 2 % of the 671 B weights of DeepSeek-V3 without it, 99.8 % with it.",
     "GPT_OSS": "Linear layers hold 1 % of the 117 B weights of gpt-oss-120b without it, 99.5 % with it.",
     "MIXTRAL": "Linear layers hold 3 % of the 47 B weights of Mixtral-8x7B without it, 99.7 % with it.\n\n"
-    "Measured by `patcher.benchmark` on a Mixtral of four layers and four experts, made of SmolLM2's weights, "
+    "Measured by `patcher.benchmark` on a Mixtral of four layers and four experts, built from SmolLM2's weights, "
     f"{_WHERE}: in 6 rounds no difference of prompts and decoding together (decoding eight rows 1.07 of stock's "
     "time); loading 0.51 and memory 0.56 of stock's.",
     "OLMOE": "Linear layers hold 3 % of the 13 B weights of its default config without it, 99 % with it.",

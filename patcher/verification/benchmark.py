@@ -18,7 +18,7 @@ import transformers
 from transformers.core_model_loading import WeightTransform
 
 from patcher.display.parts import Bar, Cell, Chart, Notes, Part, Table, Tone
-from patcher.display.shown import Shown
+from patcher.display.shown import Displayable
 from patcher.errors import InvalidPatcherError
 from patcher.integrations import install
 from patcher.spec.forward_of import ForwardOf
@@ -70,7 +70,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Benchmark(Shown):
+class Benchmark(Displayable):
     """What `patcher.benchmark` found.
 
     Attributes:

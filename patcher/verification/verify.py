@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from patcher.display.parts import Bar, Cell, Chart, Notes, Part, Table
-from patcher.display.shown import Shown, numbered
+from patcher.display.shown import Displayable, pluralize
 from patcher.errors import InvalidPatcherError, VerificationError
 from patcher.integrations import install
 from patcher.patterns import inside
@@ -32,7 +32,7 @@ from patcher.verification.sides import Side, side_of
 HEADS = ("stage", "", "measured", "allowed", "seconds", "")
 
 
-class Judged(Shown):
+class Judged(Displayable):
     """What has passed or failed."""
 
     _also = ("passed", "failures")
@@ -115,7 +115,7 @@ class Verification(Judged):
         verdict = "the same as stock" if self.passed else "NOT the same as stock"
         counts = [(self.replaced, "replaced")] if self.replaced or not self.calling else []
         counts += [(self.calling, "with calls of replaced functions")] if self.calling else []
-        modules = ", ".join(f"{numbered(count, 'module')} {what}" for count, what in counts)
+        modules = ", ".join(f"{pluralize(count, 'module')} {what}" for count, what in counts)
         return f"{self.model}: {modules}, {verdict} ({self.dtype}, {self.checkpoint}, {self.seconds:.1f} s)"
 
     def figures(self, stage: str) -> dict[str, float]:

@@ -312,8 +312,8 @@ def test_what_libraries_say_while_they_are_imported_is_not_said() -> None:
     code = (
         "import logging, sys, types, warnings\n"
         "from pathlib import Path\n"
-        "from patcher.cli import hear_nothing_of_imports\n"
-        "hear_nothing_of_imports()\n"
+        "from patcher.cli import silence_imports\n"
+        "silence_imports()\n"
         'said = \'import logging, warnings; logging.getLogger("a").{}("{}"); warnings.warn("{}")\'\n'
         "Path('noisy.py').write_text(said.format('warning', 'never', 'never'))\n"
         "Path('failing.py').write_text('import logging; logging.getLogger(\"b\").error(\"always\")')\n"
@@ -367,8 +367,8 @@ def test_a_preset_that_is_none_exits_with_2(folder: Path, arguments: list[str], 
 def test_the_help_of_codegen_lists_its_commands() -> None:
     for option in ("--help", "-h"):
         shown = run("codegen", option).output
-        assert re.search(r"verify +Check that the models of a file compute as stock\.", shown)
-        assert re.search(r"generate +Generate modeling files with patches in them, from configs\.", shown)
+        assert re.search(r"verify +Check that the models of a file compute the same as stock\.", shown)
+        assert re.search(r"generate +Generate patched modeling files from configs\.", shown)
 
 
 @pytest.mark.process

@@ -12,7 +12,7 @@ from torch import nn
 
 import patcher.display
 from patcher import Patcher, Report
-from patcher.display.shown import Shown
+from patcher.display.shown import Displayable
 from patcher.display.tree import Weights, module_tree
 from patcher.inspection.diff import ClassDiff, Diff
 from patcher.inspection.plan import Plan
@@ -44,7 +44,7 @@ def hostile_tree() -> Any:
     )
 
 
-VALUES: dict[str, Shown] = {
+VALUES: dict[str, Displayable] = {
     "report": Report(HOSTILE, patchers=((HOSTILE, HOSTILE),) * 2, warnings=(HOSTILE,), tree=hostile_tree()),
     "plan": Plan(
         HOSTILE,

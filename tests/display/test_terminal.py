@@ -7,7 +7,7 @@ from io import StringIO
 import pytest
 
 from patcher.display.parts import Bar, Chart
-from patcher.display.shown import Shown
+from patcher.display.shown import Displayable
 from patcher.display.tree import Weights, module_tree
 from patcher.inspection.plan import Plan
 from patcher.verification.comparing import Stage
@@ -45,7 +45,7 @@ class Terminal(StringIO):
     ids=["verification", "plan"],
 )
 def test_a_terminal_has_colours_and_a_file_has_the_plain_text(
-    value: Shown, red: str, other: str, monkeypatch: pytest.MonkeyPatch
+    value: Displayable, red: str, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "80")

@@ -87,7 +87,7 @@ def test_heads_that_processes_cannot_share_are_refused(tmp_path: Path) -> None:
     BartForConditionalGeneration(config).save_pretrained(tmp_path)
 
     def work(rank: int) -> None:
-        with pytest.raises(PatcherError, match=r"1 heads of 64 rows can't be shared equally among 2 processes"):
+        with pytest.raises(PatcherError, match=r"1 heads of 64 rows can't be sharded equally among 2 processes"):
             load(tmp_path, joined(PLAN, "encoder_attn", "kv"), patcher=Patcher(fusions="kv"))
         with pytest.raises(PatcherError, match=r"tp_plan names layers .*\n.*encoder_attn\.k_proj: part of .*kv_proj"):
             load(tmp_path, PLAN, patcher=Patcher(fusions="kv"))

@@ -275,10 +275,10 @@ REFUSED: dict[str, tuple[Any, Patcher, dict[str, Any], str]] = {
         tiny_llama_config(num_key_value_heads=1),
         Patcher(fusions="qkv"),
         TENSORS,
-        r"layers.0.self_attn.k_proj: 1 heads of 16 rows can't be shared equally among 2 processes",
+        r"layers.0.self_attn.k_proj: 1 heads of 16 rows can't be sharded equally among 2 processes",
     ),
-    "three heads": (UNEVEN, Patcher(fusions="qkv"), TENSORS, "q_proj: 3 heads of 16 rows can't be shared equally"),
-    "rows": (tiny_llama_config(intermediate_size=95), BOTH, TENSORS, "gate_proj: 95 rows can't be shared equally"),
+    "three heads": (UNEVEN, Patcher(fusions="qkv"), TENSORS, "q_proj: 3 heads of 16 rows can't be sharded equally"),
+    "rows": (tiny_llama_config(intermediate_size=95), BOTH, TENSORS, "gate_proj: 95 rows can't be sharded equally"),
     "parts by their names": (
         tiny_llama_config(),
         BOTH,
@@ -289,13 +289,13 @@ REFUSED: dict[str, tuple[Any, Patcher, dict[str, Any], str]] = {
         tiny_llama_config(),
         BOTH,
         TENSORS | {"tp_plan": dict.fromkeys(FUSED_PLAN, "rowwise")},
-        "'rowwise' for it, and 'colwise' for what it is made of" if DEALS_EXPERTS else "to hold for joined rows",
+        "'rowwise' for it, and 'colwise' for its parts" if DEALS_EXPERTS else "to hold for joined rows",
     ),
     "a part of what is shared": (
         CONFIGS["norms of heads"],
         SCALED_NORMS,
         TENSORS,
-        "has it work on a share of something",
+        "gives it a share of its inputs or outputs",
     ),
     "heads that aren't known": (
         tiny_llama_config(),
@@ -307,13 +307,13 @@ REFUSED: dict[str, tuple[Any, Patcher, dict[str, Any], str]] = {
         CONFIGS["packed"],
         Patcher(fusions="split"),
         TENSORS,
-        r"layers\.0\.\S*_proj: how .* is to be shared is not known. Leave these modules out of the fusion",
+        r"layers\.0\.\S*_proj: how to shard .* is not known. Leave these modules out of the fusion",
     ),
     "another layer of the name": (
         tiny_minimax_config(),
         Patcher(fusions="qkv"),
         TENSORS,
-        r"is model.layers.1.self_attn.qkv_proj as well, a layer of the model that isn't shared",
+        r"also matches model.layers.1.self_attn.qkv_proj, a layer of the model that isn't sharded",
     ),
     "stages": (tiny_llama_config(), BOTH, {"pp_size": 2}, "pp_size"),
 }
@@ -329,13 +329,13 @@ else:  # it takes the place of that of the model
         tiny_llama_config(),
         Patcher(fusions=QKV("model.layers.1.self_attn")),
         TENSORS | {"tp_plan": STOCK_PLAN},
-        "tp_plan has rules for what is joined there. Name them in tp_plan",
+        "tp_plan has rules for their parts only. Name them in tp_plan",
     )
 REFUSED["dealt experts"] = (
     tiny_mixtral_config(),
     Patcher(fusions="sequential_experts"),
     EXPERTS if DEALS_EXPERTS else TENSORS | {"enable_expert_parallel": True},
-    "ep_size deals stacks of experts to processes, and these are layers. Leave sequential_experts out",
+    "ep_size distributes stacks of experts, and these are layers. Leave sequential_experts out",
 )
 if DEALS_EXPERTS:
     REFUSED["stacks in another way"] = (

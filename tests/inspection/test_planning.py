@@ -375,7 +375,7 @@ def test_a_config_alone_has_no_weights_to_judge() -> None:
     assert planned.ok
     assert planned.checkpoint == ""
     assert (planned.weights, planned.missing, planned.left_over) == ((), (), ())
-    assert "no checkpoint was given, so conversions and weights are not judged" in str(planned)
+    assert "no checkpoint was given, so conversions and weights are not checked" in str(planned)
     assert [path for path, *_ in planned.replaced] == ["model.layers.0.mlp", "model.layers.1.mlp"]
     dropped = plan(tiny_qwen2_moe_config(), Patcher({}, "gate_up_proj")).conversions_dropped
     assert {filtered for _, filtered in dropped} == {"gate_up_proj"}

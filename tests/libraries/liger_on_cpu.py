@@ -105,7 +105,7 @@ def test_a_second_backward_pass_is_refused(tmp_path: Path) -> None:
     _, patched = models("Llama", tmp_path / "checkpoint")
     loss = patched(TOKENS, labels=TOKENS).loss
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="Liger's gated activations can be gone back through once"):
+    with pytest.raises(RuntimeError, match="Liger's gated activations support one backward pass"):
         loss.backward()
     for _ in range(2):
         patched(TOKENS, labels=TOKENS).loss.backward()

@@ -196,7 +196,7 @@ def test_a_kernel_that_brings_classes_is_refused_and_its_class_works(checkpoint:
     conversions = get_checkpoint_conversion_mapping("llama")
     config = OnCPU({"LlamaMLP": f"{folder}:Built"}, use_local_kernel=True)
     given = copy.deepcopy(vars(config))
-    with pytest.raises(InvalidPatcherError, match=r"has LlamaMLP built as BuiltLayout, .*class_mapping"):
+    with pytest.raises(InvalidPatcherError, match=r"replaces LlamaMLP by BuiltLayout, .*class_mapping"):
         load(checkpoint, Patcher({"LlamaRMSNorm": Doubled}), kernel_config=config, use_kernels=True)
     assert get_patch_mapping() == {}
     assert get_checkpoint_conversion_mapping("llama") == conversions

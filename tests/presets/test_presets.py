@@ -451,7 +451,7 @@ def test_a_tuple_of_patchers_is_told_in_one_line_what_to_write() -> None:
 
 @pytest.mark.parametrize("value", [None, 3, presets])
 def test_only_models_have_presets(value: Any) -> None:
-    with pytest.raises(InvalidPatcherError, match="names no model: write the path of a folder"):
+    with pytest.raises(InvalidPatcherError, match="doesn't name a model: write the path of an existing folder"):
         presets.for_model(value)
 
 

@@ -1,4 +1,4 @@
-"""Models whose layers processes share: tensor, expert and data parallelism."""
+"""Models that are sharded among processes: tensor, expert and data parallelism."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from patcher.loading.record import record_of
 
 
 @contextmanager
-def gathered(model: PreTrainedModel, given: dict[str, Any]) -> Iterator[None]:
-    """Save whole tensors of what `fully_shard` has split, from the first process; the others wait for its files."""
+def gathered(model: PreTrainedModel, arguments: dict[str, Any]) -> Iterator[None]:
+    """Save the whole tensors of a model under `fully_shard`, on the first rank; the others wait for its files."""
     config: Any = getattr(model.config, "distributed_config", None)
-    is_split_by_stock = config is not None and max(sizes(config)) > 1  # it puts the pieces together itself
-    if is_split_by_stock or (record_of(model) is None and not carriers(model)):
+    is_sharded_by_stock = config is not None and max(sizes(config)) > 1  # transformers gathers these itself
+    if is_sharded_by_stock or (record_of(model) is None and not carriers(model)):
         yield
         return
-    state_dict = model.state_dict() if given["state_dict"] is None else given["state_dict"]
-    is_split = any(isinstance(value, DTensor) for value in state_dict.values())
-    if is_split:
-        given["state_dict"] = gathered_on_first(state_dict)
+    state_dict = model.state_dict() if arguments["state_dict"] is None else arguments["state_dict"]
+    is_sharded = any(isinstance(value, DTensor) for value in state_dict.values())
+    if is_sharded:
+        arguments["state_dict"] = gathered_on_first(state_dict)
     yield
-    if is_split:
+    if is_sharded:
         distributed.barrier()
 
 

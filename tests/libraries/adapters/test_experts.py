@@ -115,7 +115,7 @@ def test_an_adapter_of_stock_with_the_names_of_layers_of_experts(folders: dict[s
 def test_numbers_of_layers_would_be_numbers_of_experts(folders: dict[str, Path]) -> None:
     model = base(folders["mixtral"], patcher=EXPERTS)
     with pytest.raises(
-        InvalidPatcherError, match=r"layers_to_transform=\[1\] would be numbers of experts there\. Write"
+        InvalidPatcherError, match=r"layers_to_transform=\[1\] would be indices of experts there\. Write"
     ):
         get_peft_model(model, config(target_modules=["gate_proj"], layers_to_transform=[1]))
 

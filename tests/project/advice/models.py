@@ -203,4 +203,4 @@ def a_constant_that_is_none(at: Place) -> Steps:
     del sys.modules["my_patches"]
     (at.tmp / "my_patches.py").write_text("from patcher import Patcher\nPATCHER = Patcher(fusions='qkv')\n")
     with in_folder(at.tmp):
-        assert values.each_of({"--patcher": [instead]}) == [QKV]
+        assert values.patchers_of({"--patcher": [instead]}) == [QKV]

@@ -99,7 +99,7 @@ def a_rule_for_what_is_replaced(at: Place) -> Steps:
     in_two(at, as_in_one(at.llama, JOINED, tp_plan=plan))
 
 
-@advice("Leave sequential_experts out; stacks of experts are shared as transformers does.")
+@advice("Leave sequential_experts out; stacks of experts are sharded as in transformers.")
 def experts_that_cannot_be_dealt(at: Place) -> Steps:
     asked = {"tp_size": 1, "fsdp_size": 2, "ep_size": 2} if DEALS_EXPERTS else {"enable_expert_parallel": True}
     patcher = Patcher(fusions=["sequential_experts", "qkv"])

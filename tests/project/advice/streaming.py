@@ -68,7 +68,7 @@ def weights_for_a_process_that_there_is_not(at: Place) -> Steps:
 
 
 @advice(
-    "The adapter of {} is merged into its weights, so they can't be told from it. Unmerge it first "
+    "The adapter of {} is merged into its weights, so they can't be separated from it. Unmerge it first "
     '(unmerge_adapter()), or write adapters="merged".'
 )
 def weights_with_an_adapter_that_is_merged(at: Place) -> Steps:

@@ -318,7 +318,7 @@ def a_misspelt_name(at: Place) -> Steps:
 
 
 @advice(
-    "{} names no model: write the path of a folder that is there, or a repo that can be reached; ",
+    "{} doesn't name a model: write the path of an existing folder, or a repo that can be reached; ",
     "for a model in memory write model.config. ({})",
 )
 def presets_of_what_names_no_model(at: Place) -> Steps:
