@@ -25,7 +25,7 @@ from patcher.compat.models import (
     named_parameters,
 )
 from patcher.errors import PatchConstructionError
-from patcher.fusions.families import fusion_named, is_our_own, shortest
+from patcher.fusions.families import fusion_named, is_builtin, name_or_fusion
 from patcher.fusions.looks import member
 from patcher.fusions.methods import is_importable
 from patcher.fusions.old_names import Moved, OldNames
@@ -112,7 +112,7 @@ class FusedModule(OldNames):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         made_by, module = self._made_by, cast(nn.Module, self)
-        fuse_in_place(module, made_by.fusion.layouts(module), made_by.original, shortest(made_by.fusion))
+        fuse_in_place(module, made_by.fusion.layouts(module), made_by.original, name_or_fusion(made_by.fusion))
 
     __reduce_ex__ = reduce_by_recipe
 
@@ -130,7 +130,7 @@ def fuse(
     """
     layouts = tuple(fusion_named(fusion).layouts(module) if layouts is None else layouts)
     if not issubclass(cls, FusedModule):
-        return put_in_place(module, cls, layouts, shortest(fusion))
+        return put_in_place(module, cls, layouts, name_or_fusion(fusion))
     fuse_all([(fusion, module, cls, layouts)])
     return module
 
@@ -141,8 +141,8 @@ def fuse_all(modules: Sequence[tuple[str | Fusion, nn.Module, type[nn.Module], I
     Raises:
         PatchConstructionError: the layouts leave a part of a layer behind.
     """
-    names = {fusion: shortest(fusion) for fusion in dict.fromkeys(fusion for fusion, *_ in modules)}
-    ours = {fusion for fusion, name in names.items() if is_our_own(name)}
+    names = {fusion: name_or_fusion(fusion) for fusion in dict.fromkeys(fusion for fusion, *_ in modules)}
+    ours = {fusion for fusion, name in names.items() if is_builtin(name)}
     for is_ours in (True, False):
         some = [each for each in modules if (each[0] in ours) is is_ours]
         # Where a device is in force, every look at a tensor passes through a mode. Ours make tensors of tensors only.
