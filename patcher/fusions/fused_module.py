@@ -26,7 +26,7 @@ from patcher.compat.models import (
 )
 from patcher.errors import PatchConstructionError
 from patcher.fusions.families import fusion_named, is_builtin, name_or_fusion
-from patcher.fusions.looks import member
+from patcher.fusions.lookups import member
 from patcher.fusions.methods import is_importable
 from patcher.fusions.old_names import Moved, OldNames
 from patcher.layouts.carried import RECIPE, ModuleLayouts, reduce_by_recipe

@@ -25,7 +25,7 @@ import transformers
 from torch import nn
 
 from patcher.compat.models import ACT2FN
-from patcher.fusions.looks import attribute, in_namespace, looks, member
+from patcher.fusions.lookups import attribute, in_namespace, lookups, member
 from patcher.fusions.methods import (
     Method,
     NotUnderstoodError,
@@ -316,7 +316,7 @@ class Body:
         for held in (self.module._parameters, self.module._buffers, self.module._modules, vars(self.module)):
             if name in held:
                 return held[name]
-        found = looks.at(member, type(self.module), name)
+        found = lookups.get(member, type(self.module), name)
         return ... if found is None or isinstance(found, property) else found
 
     def _assigned_attributes(self) -> frozenset[str]:
@@ -333,11 +333,11 @@ class Body:
         """The object that a dotted name means outside of the function; `...` if that isn't known."""
         match node:
             case ast.Name(id=name) if name not in self.assigned:
-                return looks.at(in_namespace, self.method.function.__globals__, name)
+                return lookups.get(in_namespace, self.method.function.__globals__, name)
             case ast.Attribute(value=inner, attr=attr):
                 owner = self.outside(inner)
                 if isinstance(owner, ModuleType | type):
-                    return looks.at(attribute, owner, attr)
+                    return lookups.get(attribute, owner, attr)
                 if isinstance(owner, _LOGGERS):
                     return getattr(owner, attr, ...)
         return ...
@@ -506,7 +506,7 @@ class Body:
         if cls is nn.Sequential:
             calls = [self._call_of_module(each, node) for each in module._modules.values() if each is not None]
             return all(is_value for is_value, _ in calls), next((reason for _, reason in calls if reason), "")
-        return self._followed(unwrapped(looks.at(member, cls, "forward")), node, module)
+        return self._followed(unwrapped(lookups.get(member, cls, "forward")), node, module)
 
     # --- what is followed --------------------------------------------------------------------------------------------
 
@@ -559,7 +559,7 @@ class Body:
 
     def problem_of_property(self, name: str) -> str:
         """Why reading an attribute of the module may write into a tensor: a property runs."""
-        getter = looks.at(member, type(self.module), name)
+        getter = lookups.get(member, type(self.module), name)
         if not isinstance(getter, property) or name in self.parts or name in vars(self.module):
             return ""
         return f"the property {name!r} isn't followed"

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from patcher.fusions.callers import Caller, taken_as_modules
-from patcher.fusions.looks import looks, still_found
+from patcher.fusions.lookups import are_unchanged, lookups
 from patcher.fusions.methods import (
     Method,
     NotUnderstoodError,
@@ -116,7 +116,7 @@ class _Answer:
     """
 
     key: Any
-    looks: tuple[Any, ...]
+    lookups: tuple[Any, ...]
     constants: tuple[Mapping[str, Any], Mapping[str, Any]]
     forms: tuple[Form, ...]
     reason: str
@@ -133,7 +133,7 @@ _answers: weakref.WeakKeyDictionary[type[nn.Module], list[_Answer]] = weakref.We
 
 
 #: A module, the projections that it is about, and the module around it, where that is known.
-Asked = tuple[nn.Module, tuple[str, ...], Caller | None]
+Candidate = tuple[nn.Module, tuple[str, ...], Caller | None]
 
 
 def forms_of(module: nn.Module, group: tuple[str, ...], caller: Caller | None) -> tuple[Form, ...]:
@@ -148,7 +148,7 @@ def forms_of(module: nn.Module, group: tuple[str, ...], caller: Caller | None) -
     return found
 
 
-def forms_of_all(modules: Mapping[str, Asked]) -> dict[str, tuple[Form, ...] | str]:
+def forms_of_all(modules: Mapping[str, Candidate]) -> dict[str, tuple[Form, ...] | str]:
     """The same for many modules by their paths, or why they can't be: what is alike is looked at once."""
     around = {path: caller.classes if caller is not None else None for path, (_, _, caller) in modules.items()}
     kept = {cls: is_importable(cls) for cls in {type(module) for module, _, _ in modules.values()}}
@@ -160,10 +160,10 @@ def forms_of_all(modules: Mapping[str, Asked]) -> dict[str, tuple[Form, ...] | s
             cls, key = type(module), (group, _structure(module, group), around[path])
             known = (_answers if kept[cls] else here).setdefault(cls, [])
             alike = (each for each in known if each.is_about(module, key, caller))
-            answer = next((each for each in alike if each in holding or still_found(each.looks)), None)
+            answer = next((each for each in alike if each in holding or are_unchanged(each.lookups)), None)
             if answer is None:
                 answer = _answered(module, group, caller, key)
-                known[:] = [each for each in known if each.key != key or still_found(each.looks)]
+                known[:] = [each for each in known if each.key != key or are_unchanged(each.lookups)]
                 known.append(answer)
             holding.append(answer)
             result[path] = answer.reason or answer.forms
@@ -173,14 +173,14 @@ def forms_of_all(modules: Mapping[str, Asked]) -> dict[str, tuple[Form, ...] | s
 def _answered(module: nn.Module, group: tuple[str, ...], caller: Caller | None, key: Any) -> _Answer:
     forms: tuple[Form, ...] = ()
     reason, constants = "", dict[str, Any]()
-    looks.begin()
+    lookups.begin()
     try:
         forms = _forms_of(module, group, caller, constants)
         reason = caller.uses_as_modules(group) if caller is not None else ""
     except NotUnderstoodError as error:
         reason = str(error)
     finally:
-        noted = looks.end()
+        noted = lookups.end()
     around = caller.constants if caller is not None else {}
     return _Answer(key, noted, (constants, around), forms, reason)
 
