@@ -78,8 +78,7 @@ class Caller:
         """Whether there are calls, and each passes one variable for all of these parameters."""
         passed = [[arguments.get(parameter) for parameter in parameters] for arguments, _, _ in self.calls()]
         return bool(passed) and all(
-            isinstance(first, ast.Name)
-            and all(isinstance(argument, ast.Name) and argument.id == first.id for argument in rest)
+            isinstance(first, ast.Name) and all(isinstance(other, ast.Name) and other.id == first.id for other in rest)
             for first, *rest in passed
         )
 

@@ -64,9 +64,8 @@ def names_in_file(path: Any, options: Mapping[str, Any]) -> list[str]:
     if path is None:
         return []
     try:
-        config, _ = PretrainedConfig.get_config_dict(
-            path, **{key: options[key] for key in _HUB_OPTIONS if key in options}
-        )
+        hub_options = {key: options[key] for key in _HUB_OPTIONS if key in options}
+        config, _ = PretrainedConfig.get_config_dict(path, **hub_options)
     except Exception:  # there is no readable config beside the weights
         return []
     return split_fusion_config(config.get("fusion_config"))[0]

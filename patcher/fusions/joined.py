@@ -44,9 +44,9 @@ class JoinedProjections(FusedModule):
         """Return what a rewritten forward calls for the output of each of its projections."""
         return SharedInput(self, self._joined.projections, self._joined.name)
 
-    def are_values(self, *given: Any) -> bool:
+    def are_values(self, *arguments: Any) -> bool:
         """Whether the arguments of a rewritten forward are values: see `patcher.fusions.purity`."""
-        return are_values(given)
+        return are_values(arguments)
 
     def _assign(self, name: str, value: Any) -> None:
         assign_part(self, self._joined, name, value)  # type: ignore[arg-type]
@@ -141,9 +141,8 @@ class ProjectionView:
         if name in ProjectionView.__slots__:
             super().__setattr__(name, value)
         elif name in ("weight", "bias"):
-            is_shared = (
-                count_references({name: value}, name) > SINGLE_REFERENCE + 2
-            )  # besides the references of the caller and this call
+            # One reference is the caller's, one is that of this call.
+            is_shared = count_references({name: value}, name) > SINGLE_REFERENCE + 2
             _write(self._rows_for(name, value, is_shared=is_shared), value)
         else:
             raise self._cannot(f"{name!r} can't be set on it")

@@ -108,9 +108,7 @@ def _source_of(code: CodeType) -> tuple[str, ast.FunctionDef] | str:
     if free_variables := [variable for variable in code.co_freevars if variable != "__class__"]:
         return f"{code.co_name} uses {', '.join(free_variables)} of the function around it"
     compiled = _compiled("".join(lines), code.co_filename, code.co_flags & __future__.annotations.compiler_flag)
-    if not any(
-        candidate.co_qualname == code.co_qualname and of_code(candidate) == of_code(code) for candidate in compiled
-    ):
+    if not any(other.co_qualname == code.co_qualname and of_code(other) == of_code(code) for other in compiled):
         return (
             f"the source of {code.co_name} isn't what runs: {Path(code.co_filename).name} was changed after its import"
         )

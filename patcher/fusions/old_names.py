@@ -155,9 +155,9 @@ def more_than_values(rows: torch.Tensor, whole: torch.Tensor, value: Any, *, is_
     if isinstance(rows, DTensor):  # a process may not have all of them
         return "is split over processes, and can't be written"
     if rows.is_meta or value.is_meta:
-        return "or what it is given has its values elsewhere (it is on the meta device)"
+        return "or the assigned tensor has no values yet (it is on the meta device)"
     if is_quantized(whole) or is_quantized(value.detach()):
-        return "or what it is given is quantized"
+        return "or the assigned tensor is quantized"
     if isinstance(value, PartView):
         is_shared = value.data_ptr() != rows.data_ptr()  # the same after `weight += 1`
     elif not isinstance(value, nn.Parameter):
@@ -167,7 +167,7 @@ def more_than_values(rows: torch.Tensor, whole: torch.Tensor, value: Any, *, is_
     elif value.grad is not None or value._backward_hooks:
         return "takes values, and this parameter has a gradient or hooks"
     return is_shared * (
-        "takes the values of a new parameter, and this one is held elsewhere too, and would not be shared "
+        "takes the values of a new parameter, and there are other references to this one, which would not be shared "
         "(copy_(...), in torch.no_grad(), writes its values)"
     )
 

@@ -59,10 +59,8 @@ def rewritten(method: Method, joined: Joined, form: Form) -> str:
     calls: list[Any] = [all_calls[index] for index in form.calls]
     if form.is_split:
         outputs = {name: _unused(f"{name}_output", names) for name in joined.projections}
-        argument = ast.unparse(calls[0].args[0])
-        lines = [
-            f"{', '.join(outputs.values())} = {this}.{joined.name}({argument}).split({this}.{joined.sizes}, dim=-1)"
-        ]
+        joined_call = f"{this}.{joined.name}({ast.unparse(calls[0].args[0])})"
+        lines = [f"{', '.join(outputs.values())} = {joined_call}.split({this}.{joined.sizes}, dim=-1)"]
         for name in joined.biased:  # under autocast the product has another dtype than the bias
             lines.append(f"{outputs[name]} = {outputs[name]} + {this}.{name}_bias.to({outputs[name]}.dtype)")
         statement = _statement_of(method.node, calls[0])
@@ -109,7 +107,7 @@ def _insert_first(text: Text, function: ast.FunctionDef, lines: Iterable[str]) -
     else:
         while not text.lines[line - 2].split("#")[0].strip():
             line -= 1
-    return Edit(text.start_of(line), text.start_of(line), "".join(f"{indent}{each}\n" for each in lines))
+    return Edit(text.start_of(line), text.start_of(line), "".join(f"{indent}{code}\n" for code in lines))
 
 
 def _guard(form: Form, method: Method, this: str) -> list[str]:
@@ -121,9 +119,7 @@ def _guard(form: Form, method: Method, this: str) -> list[str]:
     forwarded += [f"{argument.arg}={argument.arg}" for argument in arguments.kwonlyargs]
     if arguments.kwarg is not None:
         forwarded.append(f"**{arguments.kwarg.arg}")
-    conditions = (
-        form.checked[0] if len(form.checked) == 1 else " and ".join(f"({condition})" for condition in form.checked)
-    )
+    conditions = form.checked[0] if len(form.checked) == 1 else " and ".join(map("({})".format, form.checked))
     return [f"if not ({conditions}):", f"    return super().{method.name}({', '.join(forwarded)})"]
 
 

@@ -90,10 +90,8 @@ class SequentialExperts(Fusion):
 
 
 def _has_stacks(module: nn.Module) -> bool:
-    is_modeling_class = type(module).__module__.partition(".")[0] != "torch"
-    return is_modeling_class and any(
-        parameter is not None and parameter.dim() == 3 for parameter in module._parameters.values()
-    )
+    is_modeling = type(module).__module__.partition(".")[0] != "torch"
+    return is_modeling and any(tensor is not None and tensor.dim() == 3 for tensor in module._parameters.values())
 
 
 def _mismatch(module: Any, linear: type[LinearExperts]) -> str:

@@ -135,14 +135,12 @@ def linear_experts(cls: type[nn.Module]) -> type[LinearExperts] | str:
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
     forward = vars(owner)["forward"]
     adapter = ADAPTERS.get(f"{owner.__module__}.{owner.__qualname__}".removeprefix("transformers.models."))
-    is_own_forward = (
-        isinstance(forward, FunctionType) and forward.__code__.co_qualname == f"{owner.__qualname__}.forward"
-    )
+    is_own = isinstance(forward, FunctionType) and forward.__code__.co_qualname == f"{owner.__qualname__}.forward"
     if is_of_experts_decorator(forward) and hasattr(forward, "__wrapped__"):
         return adapter or LinearExperts
-    if is_own_forward and adapter and forward.__globals__ is vars(sys.modules[owner.__module__]):
+    if is_own and adapter and forward.__globals__ is vars(sys.modules[owner.__module__]):
         return adapter
-    if is_own_forward and all(name in vars(owner) for name in DECLARED):
+    if is_own and all(name in vars(owner) for name in DECLARED):
         return LinearExperts
     if adapter or any(_declares(base) for base in cls.__mro__):
         name = f"{forward.__qualname__} of {forward.__module__}"

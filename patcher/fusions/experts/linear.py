@@ -59,25 +59,23 @@ class LinearExperts(FusedModule, ListedExperts):
         Raises:
             InvalidPatcherError: the module lacks an attribute that its class declares.
         """
-        declaring: Any = cls if hasattr(cls, "has_gate") else module
-        if missing := [name for name in DECLARED if not hasattr(declaring, name)]:
+        owner: Any = cls if hasattr(cls, "has_gate") else module
+        if missing := [name for name in DECLARED if not hasattr(owner, name)]:
             raise InvalidPatcherError(f"it has no {missing[0]}: its __init__ doesn't call that of the declared class")
-        required = ["_apply_gate" if declaring.has_gate else "act_fn"]
+        required = ["_apply_gate" if owner.has_gate else "act_fn"]
         required += ["post_expert_norm"] if getattr(module, "has_post_expert_norm", False) else []
         if missing := [name for name in required if not callable(getattr(module, name, None))]:
             raise InvalidPatcherError(f"it has no {missing[0]}, which a forward by its declaration calls")
-        first, layers = ("gate_up_proj", ("gate_proj", "up_proj")) if declaring.has_gate else ("up_proj", ("up_proj",))
-        matrices = []
+        first, layers = ("gate_up_proj", ("gate_proj", "up_proj")) if owner.has_gate else ("up_proj", ("up_proj",))
+        stacks = []
         for name, parts in ((first, layers), ("down_proj", ("down_proj",))):
-            interleaved = len(parts) > 1 and not declaring.is_concatenated
+            interleaved = len(parts) > 1 and not owner.is_concatenated
             weights = tuple(f"{part}.weight" for part in parts)
-            matrices.append(
-                Matrices((name,), layers=weights, transposed=declaring.is_transposed, interleaved=interleaved)
-            )
-            if declaring.has_bias:
+            stacks.append(Matrices((name,), layers=weights, transposed=owner.is_transposed, interleaved=interleaved))
+            if owner.has_bias:
                 biases = tuple(f"{part}.bias" for part in parts)
-                matrices.append(Matrices((f"{name}_bias",), layers=biases, interleaved=interleaved))
-        return matrices
+                stacks.append(Matrices((f"{name}_bias",), layers=biases, interleaved=interleaved))
+        return stacks
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
