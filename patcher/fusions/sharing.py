@@ -181,8 +181,7 @@ def _analyze(module: nn.Module, group: tuple[str, ...], caller: Caller | None, k
         reason = str(error)
     finally:
         recorded = lookups.end()
-    around = caller.constants if caller is not None else {}
-    return _Analysis(key, recorded, (constants, around), forms, reason)
+    return _Analysis(key, recorded, (constants, caller.constants if caller is not None else {}), forms, reason)
 
 
 def _structure(module: nn.Module | None, group: Iterable[str] = ()) -> Any:
@@ -470,15 +469,15 @@ class _Calls:
         """
         first, last = self.calls[0], self.calls[-1]
         start, end = positions(first)[1], positions(last)[1]
-        again = set(self._ancestors(first)) if is_split else set()
-        for loop in self.loops - again:
+        repeated = set(self._ancestors(first)) if is_split else set()
+        for loop in self.loops - repeated:
             start, end = min(start, positions(loop)[0]), max(end, positions(loop)[1])
         containing = set(self._ancestors(last))
         placed = [node for node in self._reached if node is not self.method.node and hasattr(node, "end_lineno")]
         for node in sorted(placed, key=_outer_first):
             if node in self.calls:
                 continue
-            if isinstance(node, ast.With | ast.Try | ast.Match) and not self._holds_all_or_none(node):
+            if isinstance(node, ast.With | ast.Try | ast.Match) and not self._contains_all_or_none(node):
                 raise NotUnderstoodError(
                     f"a '{type(node).__name__.lower()}' has some of the projections in it, and others are outside",
                     node.lineno,
@@ -488,7 +487,7 @@ class _Calls:
                 yield node
                 yield from getattr(node, "generators", ())
 
-    def _holds_all_or_none(self, node: ast.AST) -> bool:
+    def _contains_all_or_none(self, node: ast.AST) -> bool:
         inside = [call for call in self.calls if node in self._ancestors(call)]
         return len(inside) in (0, len(self.calls))
 
