@@ -448,18 +448,13 @@ class Body:
         return _call_of_layer(self.module)
 
     def _call_of(self, callee: Any, node: ast.Call) -> Called:
-        if (
-            isinstance(callee, functools.partial)
-            and not callee.args
-            and not {"inplace", "out"} & callee.keywords.keys()
-        ):
+        if isinstance(callee, functools.partial) and not callee.args and not {"inplace", "out"} & {*callee.keywords}:
             callee = callee.func
         name = getattr(callee, "__name__", "")
+        is_exception = isinstance(callee, type) and issubclass(callee, Exception)
         if isinstance(callee, nn.Module):
             return self._call_of_module(callee, node)
-        if getattr(builtins, name, None) is callee and not (
-            isinstance(callee, type) and issubclass(callee, Exception)
-        ):
+        if getattr(builtins, name, None) is callee and not is_exception:
             takes_function = any(keyword.arg in ("key", "default", None) for keyword in node.keywords)
             if name not in _BUILTINS:
                 return False, f"{name}() may run anything"
@@ -467,7 +462,7 @@ class Body:
                 return False, "it runs a function"
             return name not in ("getattr", "super") and all(map(self.is_value, arguments_of(node))), ""
         if isinstance(callee, type):
-            is_known = issubclass(callee, Exception) or callee in (torch.Size, torch.device, torch.finfo)
+            is_known = is_exception or callee in (torch.Size, torch.device, torch.finfo)
             return is_known, "" if is_known else f"{name} is a class"
         if isinstance(getattr(callee, "__self__", None), _LOGGERS):
             return True, ""
@@ -482,11 +477,10 @@ class Body:
 
     def _call_of_torch(self, callee: Any, name: str, node: ast.Call) -> Called:
         namespaces = (torch, nn.functional, torch.linalg)
+        is_native = isinstance(callee, BuiltinFunctionType)
         if (
             not any(getattr(namespace, name.removeprefix("linalg_"), None) is callee for namespace in namespaces)
-            or not (
-                isinstance(callee, BuiltinFunctionType) or name in _TENSOR_FUNCTIONS or hasattr(nn.functional, name)
-            )
+            or not (is_native or name in _TENSOR_FUNCTIONS or hasattr(nn.functional, name))
             or name in _MODIFYING
             or name.endswith("_")
             or name.startswith(("_", "set_"))
@@ -497,7 +491,7 @@ class Body:
         except (TypeError, ValueError):
             parameters = []
         if "inplace" in parameters:
-            settings = [argument.value for argument in node.keywords if argument.arg in ("inplace", None)]
+            settings = [keyword.value for keyword in node.keywords if keyword.arg in ("inplace", None)]
             settings += node.args[parameters.index("inplace") :]
             settings += [argument for argument in node.args if isinstance(argument, ast.Starred)]
             if not all(isinstance(argument, ast.Constant) and argument.value is False for argument in settings):
@@ -612,8 +606,8 @@ def check(body: Body, nodes: Iterable[ast.AST]) -> None:
 def problem_of(body: Body, node: ast.AST) -> str:
     if body.is_lenient and isinstance(node, _ENCLOSING):
         return ""
-    if (what := _NOT_FOLLOWED.get(type(node))) is not None and not is_plain_function(node):
-        return f"{what} that isn't followed"
+    if (kind := _NOT_FOLLOWED.get(type(node))) is not None and not is_plain_function(node):
+        return f"{kind} that isn't followed"
     if not body.is_lenient and (unknown := body.unknown_operand(node)) is not None:
         return problem_of(body, unknown) or f"{shorten(node)!r} (the type of {shorten(unknown)!r} isn't known)"
     match node:
@@ -651,8 +645,8 @@ def is_plain_function(node: ast.AST) -> bool:
     """Whether a node defines a function without decorators and defaults, so that the definition runs no code."""
     if not isinstance(node, ast.FunctionDef):
         return False
-    more = [*node.decorator_list, *node.args.defaults, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
-    return not any(more)
+    others = [*node.decorator_list, *node.args.defaults, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
+    return not any(others)
 
 
 def shorten(node: ast.AST) -> str:
