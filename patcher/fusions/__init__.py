@@ -5,7 +5,7 @@
 >>> Patcher(fusions=[QKV(modules="model.layers.{0..3}.self_attn"), "gate_up"])
 Patcher(fusions=[QKV(modules=('model.layers.{0..3}.self_attn',)), 'gate_up'])
 
-A family of one's own is a subclass of `Fusion`. The families here are made of the same public names and of no others.
+To write another family, subclass `Fusion`. The families here use nothing but the same public names.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ __all__ = [
     "whole_of",
 ]
 
-#: Where the names live that come late, because the families import what edits source.
-_LATE = {cls: home for home, _, cls in (each.partition(":") for each in FAMILIES.values())} | {
+#: Name -> the module to import it from on first use: the families import the code that edits source.
+_LATE = {cls: module for module, _, cls in (entry.partition(":") for entry in FAMILIES.values())} | {
     "FusedModule": "patcher.fusions.fused_module",
     "NotUnderstoodError": "patcher.fusions.methods",
     "PackedRows": "patcher.fusions.packed",

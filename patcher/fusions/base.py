@@ -1,4 +1,4 @@
-"""The base of a layout family: what a family says, of which the engine makes the rest."""
+"""The base class of layout families."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a family makes of one module.
+    """What a family does with one module.
 
     Attributes:
         layouts: which of its parameters become which.
-        recipe: what decides its class, besides its own.
-        refusal: why the module is left alone, "" if it isn't.
+        recipe: what determines the fused class, besides the class of the module.
+        refusal: why the module isn't fused, "" if it is.
         is_told: whether the refusal is worth a line of the report; where nothing is fused it is reported anyway.
     """
 
@@ -38,7 +38,7 @@ class Decision:
 
 
 class Fusion:
-    r"""A layout family: which modules it takes, what becomes of their parameters, and which class they get.
+    r"""A layout family: which modules it fuses, the layouts of their parameters, and the class they get.
 
     >>> class Halves(nn.Module):
     ...     # a linear layer without bias that computes its output in two halves
@@ -69,21 +69,21 @@ class Fusion:
     >>> Patcher(fusions=[InHalves()])
     Patcher(fusions=[InHalves()])
 
-    Finding the modules, reading and saving their weights and pickling are the engine's. A fusion is
-    decided per instance, on a skeleton of the model on the meta device: one class can hold layers of different shapes.
+    The engine finds the modules, reads and saves their weights, and pickles them. A fusion is decided
+    per instance, on a skeleton of the model on the meta device: layers of one class can have different shapes.
     Objects of one class with equal attributes are equal, so that patchers can be compared.
     """
 
-    #: The name under which a Patcher finds the family. A fusion that is passed as an object needs none.
+    #: The name under which a Patcher finds the family. A fusion that is passed as an object doesn't need one.
     name: str = ""
 
-    #: Expressions, searched in the path of a module. Without any, every module is looked at.
+    #: Regular expressions that are searched in the path of a module. Empty: every module is considered.
     target_modules_patterns: tuple[str, ...] = ()
 
-    #: What the family looks for, for the error of a model that has none: "no module has ...".
+    #: What the family looks for, for the error of a model without it: "no module has ...".
     subject: str = ""
 
-    #: Where the family is applied, if not wherever it can be: paths, in the language that reports print.
+    #: Path patterns of the modules to fuse, as reports print them. Empty: all that can be fused.
     modules: tuple[str, ...] = ()
 
     def __init__(self, modules: str | Iterable[str] = ()) -> None:
@@ -92,7 +92,7 @@ class Fusion:
         Raises:
             InvalidPatcherError: a path is invalid, or the list is empty.
         """
-        if modules != ():  # objects without options have no attributes, whether or not this has run
+        if modules != ():  # without options there are no attributes, so that a subclass needn't call this
             self.modules = _paths(type(self).__name__, modules)
 
     def is_fusable(self, module: nn.Module) -> bool:
@@ -100,48 +100,48 @@ class Fusion:
         raise NotImplementedError
 
     def refusal(self, module: nn.Module) -> str:
-        """Why `is_fusable` is False, for the report: for modules that the patterns name."""
+        """Why `is_fusable` is False, for the report. Called for modules that `target_modules_patterns` match."""
         return "is_fusable() is False"
 
     def layouts(self, module: nn.Module) -> Iterable[Layout]:
-        """Which parameters of a module become which, by their names in it."""
+        """Return the layouts of a module: which of its parameters become which."""
         return ()
 
     def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
-        """The class of the fused module; called once for each class.
+        """Return the class of the fused module; called once for each original class.
 
         A class with a class method `from_module(module)` is constructed from the existing module and takes over its
-        values. Any other is constructed in its place, with the same constructor arguments.
+        values. Any other class is constructed with the arguments of the original module.
         """
         raise NotImplementedError
 
     def make_transforms(self, config: PretrainedConfig, matches: Mapping[str, nn.Module]) -> list[WeightTransform]:
-        """Conversions from the checkpoint's layout to the fused one that aren't layouts of a single module.
+        """Return conversions from the checkpoint to the fused layout that aren't layouts of a single module.
 
         Args:
             config: the configuration of the outermost model.
-            matches: path -> module (as it was, on the meta device) of what is fused. Anchor the patterns to these
-                paths, so that they touch no namesake elsewhere in the model.
+            matches: path -> original module, on the meta device, of the modules that are fused. Anchor the patterns
+                to these paths, so that they don't match parameters of the same name elsewhere in the model.
         """
         return []
 
-    # Where a class is not enough to tell how a module is fused, or a family has to see more than one module.
+    # For families that need more than the class of a module, or have to see the modules around it.
 
     def recipe(self, module: nn.Module) -> Hashable:
-        """What decides, besides a module's own class, which class it gets.
+        """Return what determines the fused class, besides the class of the module.
 
-        It is pickled with the module, and the class is made from it when the pickle is read.
+        It is pickled with the module; unpickling creates the class from it.
         """
         return ()
 
     def make_class(self, original_cls: type[nn.Module], recipe: Hashable) -> type[nn.Module]:
-        """The class for one recipe."""
+        """Return the fused class for a recipe."""
         return self.make_fused_class(original_cls)
 
     def decide(self, path: str, module: nn.Module, surroundings: Surroundings) -> Decision | None:
-        """What becomes of a module at its place in the model; None where the family doesn't apply to it.
+        """Decide about the module at a path of the model; None where the family doesn't apply to it.
 
-        The methods above are called by this one only.
+        Calls `is_fusable`, `refusal`, `layouts` and `recipe`, if it isn't overridden.
         """
         patterns = self.target_modules_patterns
         if patterns and not any(search(pattern, path) for pattern in patterns):
@@ -154,23 +154,19 @@ class Fusion:
         return Decision(layouts, self.recipe(module))
 
     def decisions(self, modules: Mapping[str, nn.Module], surroundings: Surroundings) -> dict[str, Decision]:
-        """What becomes of the modules of a model, each at its path, where the family applies to them."""
-        found = {path: self.decide(path, module, surroundings) for path, module in modules.items()}
-        return {path: each for path, each in found.items() if each is not None}
+        """Return the decisions about modules by path, without those that the family doesn't apply to."""
+        decisions = {path: self.decide(path, module, surroundings) for path, module in modules.items()}
+        return {path: decision for path, decision in decisions.items() if decision is not None}
 
     def rows_together(self, module: nn.Module) -> int:
-        """How many rows of each part belong together, as those of a head do: processes that share them take multiples.
-
-        Returns:
-            The number, and 0 where it isn't known.
-        """
+        """The number of rows that tensor parallelism must not separate, as those of a head; 0 if it isn't known."""
         return 1
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)
 
     def __hash__(self) -> int:
-        return hash((type(self), *sorted(vars(self))))  # not the values: they needn't have a hash, as lists don't
+        return hash((type(self), *sorted(vars(self))))  # without the values, which may not be hashable
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{key}={value!r}" for key, value in vars(self).items())
@@ -178,7 +174,7 @@ class Fusion:
 
 
 def more_than_a_weight_and_bias(module: nn.Module) -> str:
-    """What a layer of weight and bias has that would be lost in another layout, "" if there is nothing."""
+    """Describe what a layer would lose in another layout, besides weight and bias; "" if nothing."""
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return "has hooks"
     if "forward" in module.__dict__ and not hasattr(module, "_hf_hook"):
@@ -189,10 +185,10 @@ def more_than_a_weight_and_bias(module: nn.Module) -> str:
 
 
 def why_unlike(names: Sequence[str], layers: Sequence[nn.Module | None]) -> str:
-    """Why layers can't be joined as rows of one, by what they are; "" if they can."""
+    """Why layers can't be joined as rows of one linear layer, "" if they can."""
     for name, layer in zip(names, layers, strict=True):
         if type(layer) is not nn.Linear:
-            return f"{name} is {'absent' if layer is None else f'a {type(layer).__qualname__}, no nn.Linear'}"
+            return f"{name} is {'absent' if layer is None else f'a {type(layer).__qualname__}, not an nn.Linear'}"
         if reason := more_than_a_weight_and_bias(layer):
             return f"{name} {reason}"
     linears: Any = layers
@@ -204,7 +200,7 @@ def why_unlike(names: Sequence[str], layers: Sequence[nn.Module | None]) -> str:
 
 
 def _paths(family: str, modules: Any) -> tuple[str, ...]:
-    listed = [modules] if isinstance(modules, str) or not isinstance(modules, Iterable) else list(modules)
-    if not listed:
-        raise InvalidPatcherError(f"{family}: modules={modules!r} names none; leave it out for all that can be fused.")
-    return tuple(sorted({check_path(f"{family}: modules", pattern) for pattern in listed}))
+    patterns = [modules] if isinstance(modules, str) or not isinstance(modules, Iterable) else list(modules)
+    if not patterns:
+        raise InvalidPatcherError(f"{family}: modules={modules!r} is empty; leave it out to fuse all that can be.")
+    return tuple(sorted({check_path(f"{family}: modules", pattern) for pattern in patterns}))

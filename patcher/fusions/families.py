@@ -1,13 +1,13 @@
-"""The families that have a name, and what a fusion config or a Patcher means by it.
+"""The named families: lookup for a Patcher, a fusion config and a `config.json`.
 
-A package registers one of its own under the entry point group `patcher.fusions`, by the name that the family has:
+A package registers a family under the entry point group `patcher.fusions`, by the `name` of the family:
 
 ```toml
 [project.entry-points."patcher.fusions"]
 stacked = "acme_fusions:Stacked"
 ```
 
-It is imported when its name is used. In a `config.json` its package comes before it: `acme-fusions/stacked`.
+It is imported when the name is used. In a `config.json` the name is prefixed by the package: `acme-fusions/stacked`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from packaging.utils import canonicalize_name
 from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError, nearest
 from patcher.fusions.base import Fusion
 
-#: Families that a Patcher finds by name, and where they live: imported when they are used.
+#: The families of patcher: name -> module and class, which are imported when they are used.
 FAMILIES: dict[str, str] = {
     "gate_up": "patcher.fusions.gate_up:GateUp",
     "kv": "patcher.fusions.kv:KV",
@@ -34,13 +34,13 @@ FAMILIES: dict[str, str] = {
     "siblings": "patcher.fusions.siblings:Siblings",
     "split": "patcher.fusions.split:Split",
 }
-#: Where packages register theirs.
+#: The entry point group of other packages' families.
 GROUP = "patcher.fusions"
 _PACKAGE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
 def fusion_named(name: Any) -> Fusion:
-    """The fusion called `name`, or the fusion itself.
+    """Return the fusion called `name`; a fusion is returned as it is.
 
     Raises:
         InvalidPatcherError: there is no such family.
@@ -48,63 +48,63 @@ def fusion_named(name: Any) -> Fusion:
     return name if isinstance(name, Fusion) else _family(name)()
 
 
-def shortest(fusion: Any) -> str | Fusion:
-    """The name of a fusion, where that says all there is to say of it; otherwise the object.
+def name_or_fusion(fusion: Any) -> str | Fusion:
+    """Return the name of a fusion if the fusion has no options, and the fusion otherwise.
 
     Raises:
         InvalidPatcherError: there is no such family.
     """
     if isinstance(fusion, str) and fusion in FAMILIES and fusion not in _registered():
         return fusion
-    found = fusion_named(fusion)
-    if found.name not in FAMILIES and found.name not in _registered():
-        return found
+    instance = fusion_named(fusion)
+    if instance.name not in FAMILIES and instance.name not in _registered():
+        return instance
     try:
-        return found.name if found == _family(found.name)() else found
-    except PatcherError:  # the name isn't that of one family
-        return found
+        return instance.name if instance == _family(instance.name)() else instance
+    except PatcherError:  # the name isn't the name of one family
+        return instance
 
 
-def is_our_own(fusion: Any) -> bool:
-    """Whether a fusion, named or an object, is of a family of ours, of which none builds a module again."""
+def is_builtin(fusion: Any) -> bool:
+    """Whether a fusion, by name or as an object, is of a family of patcher; none of these reconstructs a module."""
     if isinstance(fusion, str):
         return fusion in FAMILIES
     return f"{type(fusion).__module__}:{type(fusion).__qualname__}" in FAMILIES.values()
 
 
-def name_in_config(name: str) -> str:
-    """The name of a family as a `config.json` has it: with the package that registers it, if that isn't this one."""
+def to_config_name(name: str) -> str:
+    """Return the name of a family in a `config.json`: prefixed by the package if another one registers it."""
     entry = _entry(name) if name not in FAMILIES else None
     return f"{_package_of(entry)}/{name}" if entry is not None else name
 
 
-def named_in_config(text: str) -> str:
-    """The name of the family that a `config.json` means.
+def from_config_name(text: str) -> str:
+    """Return the name of the family that a `config.json` names.
 
     Raises:
-        InvalidPatcherError: the package that has it isn't installed, or there is no such family.
+        InvalidPatcherError: its package isn't installed, or there is no such family.
         PatchConflictError: several packages register the name.
     """
     package, _, name = text.rpartition("/")
     if not _PACKAGE.fullmatch(package) or not _PACKAGE.fullmatch(name) or name in FAMILIES:
-        _family(text)  # without a package, or no such name
+        _family(text)  # raises, unless it is a name without a package
         return text
     if (entry := _entry(name)) is None:
         raise InvalidPatcherError(
             f"fusions: {name!r} is a family of fusions of the package {package!r}, which is not installed here: it "
             f"registers nothing of that name under the entry point group {GROUP!r}. Install it: pip install {package}"
         )
-    if canonicalize_name(found := _package_of(entry)) != canonicalize_name(package):
+    if canonicalize_name(registering := _package_of(entry)) != canonicalize_name(package):
         raise InvalidPatcherError(
-            f"fusions: {name!r} is a family of the package {package!r} there, and here it is one of {found!r}. "
-            f"Uninstall {found}, and install {package}."
+            f"fusions: {name!r} is a family of the package {package!r} there, and here it is one of {registering!r}. "
+            f"Uninstall {registering}, and install {package}."
         )
-    _loaded(entry)
+    _load(entry)
     return name
 
 
 def fusions_configured(name: Any, value: Any) -> list[str | Fusion]:
-    """What one entry of a fusion config asks for.
+    """Return the fusions that one entry of a fusion config requests.
 
     Raises:
         InvalidPatcherError: there is no such family, or it has no such option.
@@ -124,66 +124,66 @@ def fusions_configured(name: Any, value: Any) -> list[str | Fusion]:
 
 def _family(name: Any) -> type[Fusion]:
     if isinstance(name, str) and (entry := _entry(name)) is not None:
-        return _loaded(entry)
-    known = ", ".join(repr(known) for known in (*FAMILIES, *sorted(_registered().keys() - FAMILIES.keys())))
+        return _load(entry)
+    names = ", ".join(repr(known) for known in (*FAMILIES, *sorted(_registered().keys() - FAMILIES.keys())))
     if isinstance(name, type) and issubclass(name, Fusion):
         hint = f"write an object of it, {name.__name__}()"
     elif not isinstance(name, str):
-        hint = f"write a name ({known}) or an object of a Fusion subclass"
-    elif len(names := re.split(r"[\s,|+]+", name.strip())) > 1:
-        hint = f"write fusions={names!r}"
+        hint = f"write a name ({names}) or an object of a Fusion subclass"
+    elif len(parts := re.split(r"[\s,|+]+", name.strip())) > 1:
+        hint = f"write fusions={parts!r}"
     elif close := nearest(name, (*FAMILIES, *_registered())):
-        hint = f"did you mean {close[0]!r}? Known names: {known}"
+        hint = f"did you mean {close[0]!r}? Known names: {names}"
     else:
         hint = (
-            f"known names: {known}; a family of your own is passed as an object of a Fusion subclass, and one of a "
+            f"known names: {names}; a family of your own is passed as an object of a Fusion subclass, and one of a "
             "package has its name once that is installed"
         )
     raise InvalidPatcherError(f"fusions: {name!r} isn't a fusion; {hint}.")
 
 
-# --- of packages -----------------------------------------------------------------------------------------------------
+# --- entry points ----------------------------------------------------------------------------------------------------
 
 
 def _registered() -> Mapping[str, tuple[EntryPoint, ...]]:
-    """What packages register: name -> by which. Nothing of it is imported."""
+    """The families that packages register: name -> entry points, which aren't imported."""
     return _registered_on(tuple(sys.path))
 
 
 @lru_cache(maxsize=4)
 def _registered_on(path: tuple[str, ...]) -> Mapping[str, tuple[EntryPoint, ...]]:
-    found: dict[str, dict[tuple[str, str], EntryPoint]] = {}
+    by_name: dict[str, dict[tuple[str, str], EntryPoint]] = {}
     for entry in entry_points(group=GROUP):
-        found.setdefault(entry.name, {}).setdefault((_package_of(entry), entry.value), entry)
-    return {name: tuple(entries.values()) for name, entries in found.items()}
+        by_name.setdefault(entry.name, {}).setdefault((_package_of(entry), entry.value), entry)
+    return {name: tuple(entries.values()) for name, entries in by_name.items()}
 
 
 def _entry(name: str) -> EntryPoint | None:
-    """The entry of a name, if there is one; it isn't imported."""
+    """The entry point of a family, if there is one; it isn't imported."""
     ours = (EntryPoint(name, FAMILIES[name], GROUP),) if name in FAMILIES else ()
     if not ours and name not in _registered():
         _registered_on.cache_clear()  # a package may just have been installed
     entries = (*ours, *_registered().get(name, ()))
     if len(entries) > 1:
         raise PatchConflictError(
-            f"fusions: {name!r} is registered by several packages, {' and '.join(map(_told, entries))}. "
+            f"fusions: {name!r} is registered by several packages, {' and '.join(map(_describe, entries))}. "
             "Uninstall all but one of them, or pass an object of the family that is meant."
         )
     return entries[0] if entries else None
 
 
-def _loaded(entry: EntryPoint) -> type[Fusion]:
+def _load(entry: EntryPoint) -> type[Fusion]:
     name = entry.name
     try:
         family = entry.load()
     except Exception as error:
         raise InvalidPatcherError(
-            f"fusions: {name!r} is registered by {_told(entry)}, and importing that failed with "
+            f"fusions: {name!r} is registered by {_describe(entry)}, and importing that failed with "
             f"{type(error).__name__}: {error}. Update the package or what it lacks, or uninstall it."
         ) from error
     if not (isinstance(family, type) and issubclass(family, Fusion) and family.name == name):
         raise InvalidPatcherError(
-            f"fusions: {name!r} is registered by {_told(entry)}, which isn't a subclass of patcher.fusions.Fusion "
+            f"fusions: {name!r} is registered by {_describe(entry)}, which isn't a subclass of patcher.fusions.Fusion "
             f"called {name!r} but {family!r}. Its package has to register the class of a family under its name."
         )
     return family
@@ -193,5 +193,5 @@ def _package_of(entry: EntryPoint) -> str:
     return entry.dist.name if entry.dist is not None else entry.value.partition(".")[0].partition(":")[0]
 
 
-def _told(entry: EntryPoint) -> str:
+def _describe(entry: EntryPoint) -> str:
     return f"{_package_of(entry)} ({entry.value})"

@@ -1,4 +1,4 @@
-"""What a family finds in a model: which modules it fuses, and why it leaves others alone."""
+"""Which modules of a model a family fuses, and why it doesn't fuse others."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from patcher.patterns import inside, matches_path
 
 @dataclass(frozen=True)
 class Findings:
-    """What a fusion has found: path -> module, its layouts, its recipe, its class, and path -> why one is left alone.
+    """The modules that a fusion matches, with their layouts, recipes and fused classes, and why it refused others.
 
-    Where it has found nothing, every module that was looked at is listed.
+    Without a match, the refusals of every module that was considered are listed.
     """
 
     matches: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -33,39 +33,39 @@ class Findings:
 
 
 class Surroundings:
-    """A model, as far as it decides whether a module of it can be fused: what its modules share."""
+    """The model around a module: which modules and parameters are shared or tied."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.modules = dict(named_modules(model))
-        self._times = Counter(id(module) for module in self.modules.values())
+        self._occurrences = Counter(id(module) for module in self.modules.values())
         self._owners = Counter(id(parameter) for _, parameter in named_parameters(model))
         self._tied = {*ties(model), *ties(model).values()}
 
     def is_shared(self, module: nn.Module) -> bool:
-        """Whether the module is at several places of the model."""
-        return self._times[id(module)] > 1
+        """Whether the module is at several paths of the model."""
+        return self._occurrences[id(module)] > 1
 
     def tied(self, path: str, module: nn.Module) -> list[str]:
-        """The names of the parameters in the module that are tied to others."""
-        named = named_parameters(module, path)
-        return [name for name, value in named if name in self._tied or self._owners[id(value)] > 1]
+        """Return the names of the parameters in the module that are tied to others."""
+        parameters = named_parameters(module, path)
+        return [name for name, parameter in parameters if name in self._tied or self._owners[id(parameter)] > 1]
 
     def sharing(self, path: str, module: nn.Module, subject: str) -> str:
-        """Why the module shares something with the rest of the model, "" if it doesn't."""
+        """Describe what the module shares with the rest of the model, "" if nothing."""
         if self.is_shared(module):
             return f"{subject} is at several places of the model"
         return "its weights are tied" if self.tied(path, module) else ""
 
     def not_alone(self, groups: Mapping[str, Sequence[str]], joined: Mapping[str, str]) -> dict[str, str]:
-        """Why modules share something with the rest of the model, of those that do.
+        """Describe what modules or their projections share with the rest of the model, of those that do.
 
         Args:
-            groups: path -> the children that would be joined.
-            joined: path -> what that would be called.
+            groups: path -> the children to join.
+            joined: path -> the name of the joined child.
         """
-        found = {path: self._not_alone(path, group, joined[path]) for path, group in groups.items()}
-        return {path: reason for path, reason in found.items() if reason}
+        reasons = {path: self._not_alone(path, group, joined[path]) for path, group in groups.items()}
+        return {path: reason for path, reason in reasons.items() if reason}
 
     def _not_alone(self, path: str, group: Sequence[str], joined: str) -> str:
         prefix, module = inside(path), self.modules[path]
@@ -87,7 +87,7 @@ class Surroundings:
 
 
 def discover(fusion: Fusion, model: PreTrainedModel) -> Findings:
-    """The modules that are fused, and those that aren't though the family applies to them.
+    """Find the modules that a fusion fuses, and those that it applies to and can't fuse.
 
     Args:
         model: the skeleton of the outermost model, as transformers builds it, on the meta device.
@@ -99,26 +99,26 @@ def discover(fusion: Fusion, model: PreTrainedModel) -> Findings:
         if not patterns or any(matches_path(pattern, path) for pattern in patterns)
     }
     decisions = fusion.decisions(modules, surroundings)
-    reasons = {path: each.refusal or unlike_parts(each.layouts, modules[path]) for path, each in decisions.items()}
-    kinds = {path: (original_of(modules[path]), each.recipe) for path, each in decisions.items() if not reasons[path]}
+    reasons, kinds = dict[str, str](), dict[str, Any]()
     classes: dict[Any, type[nn.Module] | str] = {}
-    for path, kind in kinds.items():
+    for path, decision in decisions.items():
+        if reason := decision.refusal or unlike_parts(decision.layouts, modules[path]):
+            reasons[path] = reason
+            continue
+        kind = kinds[path] = original_of(modules[path]), decision.recipe
         if kind not in classes:
             try:
                 classes[kind] = fused_class(fusion, *kind)
             except NotUnderstoodError as error:
                 classes[kind] = str(error)
-        if isinstance(reason := classes[kind], str):
-            reasons[path] = reason
-    matches = {path: modules[path] for path, reason in reasons.items() if not reason}
-    told, untold = (
-        {path: reason for path, reason in reasons.items() if reason and decisions[path].is_told is is_told}
-        for is_told in (True, False)
-    )
+        if isinstance(failure := classes[kind], str):
+            reasons[path] = failure
+    matches = {path: modules[path] for path in decisions if path not in reasons}
+    reported = {path: reason for path, reason in reasons.items() if decisions[path].is_told}
     return Findings(
         matches,
         {path: tuple(layout.of(module) for layout in decisions[path].layouts) for path, module in matches.items()},
         {path: decisions[path].recipe for path in matches},
-        {path: made for path in matches if not isinstance(made := classes[kinds[path]], str)},
-        told or ({} if matches else untold),
+        {path: cls for path in matches if not isinstance(cls := classes[kinds[path]], str)},
+        reported or ({} if matches else reasons),
     )

@@ -1,8 +1,8 @@
-"""One module fused: its class, its parameters, what it carries, and how it is pickled.
+"""How a module is fused: its class, its parameters, the layouts that it carries, and how it is pickled.
 
-The class that a family makes for a module is made once and remembered, so that two loads get the same one. How a
-module becomes one of it, its class says: a rewritten class takes the existing object; one with a `from_module` is
-made from it; any other is built again from the arguments of its constructor.
+The class that a family makes for a module is cached, so that two loads get the same one. It decides how a module is
+converted: an existing module is assigned a rewritten class; a class with `from_module` is constructed from the module;
+any other is constructed from the arguments of the original.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from patcher.compat.models import (
     named_parameters,
 )
 from patcher.errors import PatchConstructionError
-from patcher.fusions.families import fusion_named, is_our_own, shortest
-from patcher.fusions.looks import member
+from patcher.fusions.families import fusion_named, is_builtin, name_or_fusion
+from patcher.fusions.lookups import member
 from patcher.fusions.methods import is_importable
 from patcher.fusions.old_names import Moved, OldNames
 from patcher.layouts.carried import RECIPE, ModuleLayouts, reduce_by_recipe
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from patcher.fusions.base import Fusion
 
 _lock = threading.RLock()
-#: original -> (family, what decides the class) -> the class
+#: original class -> (fusion, recipe) -> fused class
 _classes: weakref.WeakKeyDictionary[type[nn.Module], weakref.WeakValueDictionary[Any, type[nn.Module]]]
 _classes = weakref.WeakKeyDictionary()
-#: those of classes that live as long as their modules
+#: strong references to the fused classes of importable originals, which are never freed
 _kept: dict[Any, type[nn.Module]] = {}
 
 
 class MadeBy(NamedTuple):
-    """What a family has made a class of."""
+    """The arguments of `fused_class` for a class."""
 
     fusion: Fusion
     original: type[nn.Module]
@@ -54,21 +54,19 @@ class MadeBy(NamedTuple):
 
 
 def original_of(module: nn.Module) -> type[nn.Module]:
-    """The class of a module, without what a family has made of it."""
+    """Return the class of a module before it was fused."""
     made_by: MadeBy | None = getattr(type(module), "_made_by", None)
     return made_by.original if made_by is not None else type(module)
 
 
 def fused_class(fusion: Fusion, original: type[nn.Module], recipe: Hashable) -> type[nn.Module]:
-    """The class that a family makes of another one: the same one for the same question, as long as it runs the code
-    that it was made from.
-    """
+    """Return the class that a family makes of another one; cached as long as the original runs the same code."""
     key = (fusion, recipe)
     with _lock:
-        made = _classes.setdefault(original, weakref.WeakValueDictionary())
-        cls = made.get(key)
+        classes = _classes.setdefault(original, weakref.WeakValueDictionary())
+        cls = classes.get(key)
         if cls is None or not _is_current(cls, original):
-            cls = made[key] = fusion.make_class(original, recipe)
+            cls = classes[key] = fusion.make_class(original, recipe)
             if issubclass(cls, FusedModule) or not is_importable(cls):
                 cls._made_by = MadeBy(fusion, original, recipe)  # type: ignore[attr-defined]
                 setattr(cls, RECIPE, (fused_class, fusion, original, recipe))
@@ -80,7 +78,7 @@ def fused_class(fusion: Fusion, original: type[nn.Module], recipe: Hashable) -> 
 
 
 def _is_current(cls: type[nn.Module], original: type[nn.Module]) -> bool:
-    """Whether the methods that a class was made from are still those of the original, and run the same code."""
+    """Whether the methods that a class was made from are still those of the original, with the same code."""
     return all(
         inspect.unwrap(member(original, name)) is function and function.__code__ is code
         for name, (function, code) in getattr(cls, "_made_from", {}).items()
@@ -88,31 +86,31 @@ def _is_current(cls: type[nn.Module], original: type[nn.Module]) -> bool:
 
 
 def fused_class_of(fusion: Fusion, module: nn.Module) -> type[nn.Module]:
-    """The class that a family makes of that of one module."""
+    """Return the fused class of a module."""
     return fused_class(fusion, original_of(module), fusion.recipe(module))
 
 
 def fused_classes() -> list[tuple[type[nn.Module], type[nn.Module]]]:
-    """(fused, original) of the rewritten classes that have been made."""
+    """Return pairs of the rewritten classes that exist and their originals."""
     with _lock:
-        made = [(fused, original) for original, found in _classes.items() for fused in found.values()]
-    return [(fused, original) for fused, original in made if issubclass(fused, FusedModule)]
+        pairs = [(fused, original) for original, classes in _classes.items() for fused in classes.values()]
+    return [(fused, original) for fused, original in pairs if issubclass(fused, FusedModule)]
 
 
 def takes_modules(cls: type[nn.Module]) -> bool:
-    """Whether a fused class is made from the existing module, rather than from constructor arguments."""
+    """Whether a fused module is made from the existing module, rather than from constructor arguments."""
     return issubclass(cls, FusedModule) or hasattr(cls, "from_module")
 
 
 class FusedModule(OldNames):
-    """What rewritten classes have in common: a class of transformers with other parameters and other methods."""
+    """The base of rewritten classes: subclasses of modeling classes with other parameters and methods."""
 
     _made_by: ClassVar[MadeBy]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         made_by, module = self._made_by, cast(nn.Module, self)
-        fuse_in_place(module, made_by.fusion.layouts(module), made_by.original, shortest(made_by.fusion))
+        fuse_in_place(module, made_by.fusion.layouts(module), made_by.original, name_or_fusion(made_by.fusion))
 
     __reduce_ex__ = reduce_by_recipe
 
@@ -120,71 +118,71 @@ class FusedModule(OldNames):
 def fuse(
     fusion: str | Fusion, module: nn.Module, cls: type[nn.Module], layouts: Iterable[Layout] | None = None
 ) -> nn.Module:
-    """Make an existing module one of the fused class, with its values.
+    """Convert a module to the fused class, with its values.
 
     Args:
-        layouts: what becomes of its parameters, where that is known; otherwise the family decides.
+        layouts: the layouts of its parameters, if they are known; otherwise those of the family.
 
     Raises:
         PatchConstructionError: the class doesn't have the parameters that the layouts of the family give.
     """
     layouts = tuple(fusion_named(fusion).layouts(module) if layouts is None else layouts)
     if not issubclass(cls, FusedModule):
-        return put_in_place(module, cls, layouts, shortest(fusion))
+        return put_in_place(module, cls, layouts, name_or_fusion(fusion))
     fuse_all([(fusion, module, cls, layouts)])
     return module
 
 
 def fuse_all(modules: Sequence[tuple[str | Fusion, nn.Module, type[nn.Module], Iterable[Layout]]]) -> None:
-    """Make modules those of rewritten classes, each with its family and its layouts.
+    """Convert modules to rewritten classes, each with its family and its layouts.
 
     Raises:
         PatchConstructionError: the layouts leave a part of a layer behind.
     """
-    names = {fusion: shortest(fusion) for fusion in dict.fromkeys(fusion for fusion, *_ in modules)}
-    ours = {fusion for fusion, name in names.items() if is_our_own(name)}
+    names = {fusion: name_or_fusion(fusion) for fusion in dict.fromkeys(fusion for fusion, *_ in modules)}
+    builtins = {fusion for fusion, name in names.items() if is_builtin(name)}
     for is_ours in (True, False):
-        some = [each for each in modules if (each[0] in ours) is is_ours]
-        # Where a device is in force, every look at a tensor passes through a mode. Ours make tensors of tensors only.
+        selected = [entry for entry in modules if (entry[0] in builtins) is is_ours]
+        # Under `torch.device(...)` each access to a tensor goes through a mode; these families don't need it.
         with DisableTorchFunction() if is_ours else nullcontext():
-            _fuse_in_place([(module, layouts, type(module), names[fusion]) for fusion, module, _, layouts in some])
+            _fuse_in_place([(module, layouts, type(module), names[fusion]) for fusion, module, _, layouts in selected])
     for _, module, cls, _ in modules:
-        module.__class__ = cls  # last: it answers to the old names
+        module.__class__ = cls  # last, as the fused class has properties for the old names
 
 
 def put_in_place(module: nn.Module, cls: Any, layouts: Iterable[Layout], fusion: Any) -> nn.Module:
-    """A module of a class with a `from_module`, in the place of another one, with its values.
+    """Replace a module by one that the `from_module` of a class constructs, with its values.
 
     Raises:
-        PatchConstructionError: its parameters aren't those that the layouts give.
+        PatchConstructionError: the new module doesn't have the parameters that the layouts give.
     """
     layouts = tuple(layout.of(module) for layout in layouts)
     with torch.device("meta"):
         new: nn.Module = cls.from_module(module)
-    fused = _fused_parameters(module, layouts, {each: each.fused_shapes() for each in layouts if type(each) is Rows})
+    fused = _fused_parameters(module, layouts, {rows: rows.fused_shapes() for rows in layouts if type(rows) is Rows})
     taken = {name for layout in layouts for name in layout.stock}
-    wanted = fused | {name: parameter for name, parameter in module.named_parameters() if name not in taken}
-    found = {name: tuple(parameter.shape) for name, parameter in new.named_parameters()}
-    expected = {name: tuple(parameter.shape) for name, parameter in wanted.items()}
-    if found != expected:
+    expected = fused | {name: parameter for name, parameter in module.named_parameters() if name not in taken}
+    shapes = {name: tuple(parameter.shape) for name, parameter in new.named_parameters()}
+    expected_shapes = {name: tuple(parameter.shape) for name, parameter in expected.items()}
+    if shapes != expected_shapes:
         raise PatchConstructionError(
-            f"{cls.__qualname__}.from_module() gives a module with the parameters {found}, and with the layouts of "
-            f"{fusion!r} it has {expected}. Say what each parameter of a {type(module).__name__} becomes."
+            f"{cls.__qualname__}.from_module() gives a module with the parameters {shapes}, and with the layouts of "
+            f"{fusion!r} it has {expected_shapes}. Say what each parameter of a {type(module).__name__} becomes."
         )
-    for name, parameter in wanted.items():
+    for name, parameter in expected.items():
         owner, _, last = name.rpartition(".")
         new.get_submodule(owner)._parameters[last] = parameter
     new.train(module.training)
-    _mark_layers(new, layouts, _initialized_layers(module), kept=["", *(wanted.keys() - fused.keys())])
+    _mark_layers(new, layouts, _initialized_layers(module), kept=["", *(expected.keys() - fused.keys())])
     carry(new, ModuleLayouts(layouts, (), fusion, type(module), tuple(module.state_dict(keep_vars=True))))
     return new
 
 
 def fuse_in_place(module: nn.Module, layouts: Iterable[Layout], original: type[nn.Module], fusion: Any) -> None:
-    """Give a module the parameters of the layouts in the place of its own.
+    """Replace the parameters of a module by the fused ones.
 
-    Each `<name>.weight` of two dimensions is that of an `nn.Linear` called `<name>`. Of joined rows the module keeps
-    how many each part has, as `<name>_sizes`.
+    A two-dimensional `<name>.weight` becomes the weight of an `nn.Linear` called `<name>`. The numbers of rows of
+    joined parts are kept as `<name>_sizes`.
 
     Raises:
         PatchConstructionError: the layouts leave a part of a layer behind.
@@ -193,21 +191,21 @@ def fuse_in_place(module: nn.Module, layouts: Iterable[Layout], original: type[n
 
 
 def _fuse_in_place(modules: Iterable[tuple[nn.Module, Iterable[Layout], type[nn.Module], Any]]) -> None:
-    """The same for many, one step after the other: most of them are alike."""
+    """Fuse many modules step by step: equal layouts are resolved once."""
     resolved = [
-        (module, tuple(each if each.stock_shapes else each.of(module) for each in layouts), *rest)
+        (module, tuple(layout if layout.stock_shapes else layout.of(module) for layout in layouts), *rest)
         for module, layouts, *rest in modules
     ]
-    resolved = [each for each in resolved if each[1]]
-    rows = {each for _, layouts, *_ in resolved for each in layouts if type(each) is Rows}
-    shapes: dict[Layout, list[torch.Size]] = {each: each.fused_shapes() for each in rows}
+    resolved = [entry for entry in resolved if entry[1]]
+    rows = {layout for _, layouts, *_ in resolved for layout in layouts if type(layout) is Rows}
+    shapes: dict[Layout, list[torch.Size]] = {layout: layout.fused_shapes() for layout in rows}
     carried = []
     for module, layouts, original, fusion in resolved:
         names = tuple(module.state_dict(keep_vars=True))
         _replace_parameters(module, layouts, _fused_parameters(module, layouts, shapes))
         carried.append((module, ModuleLayouts(layouts, (), fusion, original, names)))
-    for module, each in carried:
-        carry(module, each)
+    for module, module_layouts in carried:
+        carry(module, module_layouts)
 
 
 def _replace_parameters(module: nn.Module, layouts: Iterable[Layout], fused: Mapping[str, nn.Parameter]) -> None:
@@ -216,7 +214,7 @@ def _replace_parameters(module: nn.Module, layouts: Iterable[Layout], fused: Map
     _remove(module, [name for layout in layouts for name in layout.stock])
     _add(module, fused)
     _mark_layers(module, layouts, initialized)
-    # What is new takes the place of the first that is gone, so that parameters keep their order.
+    # New children take the place of the first that is removed, to keep the order of the parameters.
     new = [name for name in module._modules if name not in before]
     order = [name for old in before for name in ([old] if old in module._modules else new)] + new
     children = {name: module._modules[name] for name in order}
@@ -232,25 +230,25 @@ def _replace_parameters(module: nn.Module, layouts: Iterable[Layout], fused: Map
 def _fused_parameters(
     module: nn.Module, layouts: Iterable[Layout], shapes: Mapping[Layout, list[torch.Size]]
 ) -> dict[str, nn.Parameter]:
-    """The parameters that layouts give.
+    """Return the parameters that layouts give.
 
     Args:
-        shapes: of those of rows.
+        shapes: the shapes that `Rows` layouts give.
     """
-    result, held = {}, dict(named_parameters(module))
+    result, parameters = {}, dict(named_parameters(module))
     for layout in layouts:
-        parameters: list[Any] = [held[name] for name in layout.stock]
-        if type(layout) is Rows and {each.device.type for each in parameters} == {"meta"}:
-            # To join rows that have no values takes torch a millisecond, and a load does it for each layer.
-            tensors = [parameters[0].detach().new_empty(shape) for shape in shapes[layout]]
+        stock: list[Any] = [parameters[name] for name in layout.stock]
+        if type(layout) is Rows and {parameter.device.type for parameter in stock} == {"meta"}:
+            # Concatenating meta tensors takes a millisecond, for each layer of a load.
+            tensors = [stock[0].detach().new_empty(shape) for shape in shapes[layout]]
         else:
             with torch.no_grad():
-                tensors = [_alone(each) for each in layout.fuse([parameter.detach() for parameter in parameters])]
+                tensors = list(map(_contiguous, layout.fuse([parameter.detach() for parameter in stock])))
         for name, tensor in zip(layout.fused, tensors, strict=True):
-            new = nn.Parameter(tensor, requires_grad=any(each.requires_grad for each in parameters))
-            if all(is_initialized(each) for each in parameters):
-                mark_initialized(new)
-            result[name] = new
+            fused = nn.Parameter(tensor, requires_grad=any(parameter.requires_grad for parameter in stock))
+            if all(map(is_initialized, stock)):
+                mark_initialized(fused)
+            result[name] = fused
     return result
 
 
@@ -261,13 +259,13 @@ def _initialized_layers(module: nn.Module) -> set[str]:
 def _mark_layers(
     module: nn.Module, layouts: Iterable[Layout], initialized: set[str], kept: Iterable[str] = ()
 ) -> None:
-    """Mark layers that are made of initialised ones: a model around them shall not initialise them once more."""
-    made_of: dict[str, set[str]] = {_owner(name): {_owner(name)} for name in kept}
+    """Mark layers whose sources are initialised, so that transformers doesn't initialise them again."""
+    sources: dict[str, set[str]] = {_owner(name): {_owner(name)} for name in kept}
     for layout in layouts:
         for name in layout.fused:
-            made_of.setdefault(_owner(name), set()).update(map(_owner, layout.stock))
-    for layer, layers in made_of.items():
-        if layers <= initialized:
+            sources.setdefault(_owner(name), set()).update(map(_owner, layout.stock))
+    for layer, origins in sources.items():
+        if origins <= initialized:
             mark_initialized(module.get_submodule(layer))
 
 
@@ -275,30 +273,30 @@ def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, copied if it is a piece of another one."""
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor, copied if it shares its storage with another one."""
     return tensor.contiguous() if is_alone(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _remove(module: nn.Module, names: Iterable[str]) -> None:
-    """Take parameters off, and the children that have nothing else."""
+    """Remove parameters, and the children that they leave empty."""
     taken: dict[str, list[str]] = {}
     for name in names:
         owner, _, last = name.rpartition(".")
         taken.setdefault(owner, []).append(last)
     for owner in filter(None, taken):
         child = module.get_submodule(owner)
-        held = {**child._parameters, **child._buffers, **child._modules}
-        left = [name for name, value in held.items() if value is not None and name not in taken[owner]]
+        members = {**child._parameters, **child._buffers, **child._modules}
+        left = [name for name, value in members.items() if value is not None and name not in taken[owner]]
         if left:
             raise PatchConstructionError(
                 f"The layouts take parameters of {owner} and leave {', '.join(left)}. Say what these become, too."
             )
-    for owner, own in taken.items():
+    for owner, attributes in taken.items():
         if not owner:
-            for name in own:
+            for name in attributes:
                 del module._parameters[name]
-            # The model's `_init_weights` looks for what such a module had; the new layers have their own turn.
+            # `_init_weights` would look for the removed parameters; new layers are initialised by themselves.
             mark_initialized(module)
             continue
         parent, _, last = owner.rpartition(".")
@@ -308,17 +306,17 @@ def _remove(module: nn.Module, names: Iterable[str]) -> None:
 def _add(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         owner, _, last = name.rpartition(".")
-        at, path = module, owner.split(".") if owner else []
-        for number, part in enumerate(path):
-            child = at._modules.get(part)
+        parent, path = module, owner.split(".") if owner else []
+        for depth, part in enumerate(path):
+            child = parent._modules.get(part)
             if child is None:
-                is_linear = number == len(path) - 1 and last == "weight" and parameter.dim() == 2
-                # By hand: a constructor would initialise values, seconds in vain for 30,000 experts.
-                child = at._modules[part] = nn.Module.__new__(nn.Linear if is_linear else nn.Module)
+                is_linear = depth == len(path) - 1 and last == "weight" and parameter.dim() == 2
+                # Not by the constructor, which would initialise values: seconds for 30,000 experts.
+                child = parent._modules[part] = nn.Module.__new__(nn.Linear if is_linear else nn.Module)
                 nn.Module.__init__(child)
                 if is_linear:
                     child.__dict__.update(zip(("out_features", "in_features"), parameter.shape, strict=True))
                     child._parameters.update(weight=None, bias=None)
                 child.__dict__["training"] = module.training
-            at = child
-        at._parameters[last] = parameter
+            parent = child
+        parent._parameters[last] = parameter

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from patcher.fusions import Projections
 
-#: (gate, up), the first of them goes through the activation
+#: (gate, up): the first goes through the activation
 _PAIRS = (("gate_proj", "up_proj"), ("w1", "w3"), ("wi_0", "wi_1"), ("w_0", "w_1"), ("proj_up_gate", "proj_up"))
 
 
@@ -19,7 +19,7 @@ class GateUp(Projections):
     subject = f"a gate and an up projection ({'; '.join(map(', '.join, _PAIRS))})"
 
     def groups(self, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
-        known = set(names)
+        available = set(names)
         for pair in _PAIRS:
-            if known.issuperset(pair):
+            if available.issuperset(pair):
                 yield pair

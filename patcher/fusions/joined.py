@@ -1,4 +1,4 @@
-"""Modules whose projections are rows of one `nn.Linear`: what still looks like the parts, and takes their values."""
+"""Modules whose projections are joined in one `nn.Linear`, and the views of the single projections."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from patcher.compat.standing_alone import SharedInput, are_values
 from patcher.errors import PatchConflictError
 from patcher.fusions.base import more_than_a_weight_and_bias
 from patcher.fusions.fused_module import FusedModule
-from patcher.fusions.old_names import ADVICE, ONE_HOLDER, holders, more_than_values, view_of
+from patcher.fusions.old_names import ADVICE, SINGLE_REFERENCE, count_references, more_than_values, view_of
 from patcher.layouts.carried import fused_weights
 
 
 @dataclass(frozen=True)
 class Joined:
-    """What takes the place of the projections of a class.
+    """The projections of a class that are joined.
 
     Attributes:
-        projections: the names, in the order of the joined rows.
+        projections: their names, in the order of the rows.
         name: the name of the joined projection.
-        biased: the projections that have a bias, where not all and not none of them have one.
+        biased: the projections with a bias, if only some have one.
     """
 
     projections: tuple[str, ...]
@@ -36,39 +36,39 @@ class Joined:
 
 
 class JoinedProjections(FusedModule):
-    """What the rewritten classes share: projections that are rows of one `nn.Linear`."""
+    """The base of rewritten classes whose projections are rows of one `nn.Linear`."""
 
     _joined: ClassVar[Joined]
 
     def shared_input(self) -> SharedInput:
-        """What a rewritten forward asks, call by call, for the rows of its projections."""
+        """Return what a rewritten forward calls for the output of each of its projections."""
         return SharedInput(self, self._joined.projections, self._joined.name)
 
-    def are_values(self, *given: Any) -> bool:
-        """What a rewritten forward asks first of what it is given: whether nothing of that is anything else."""
-        return are_values(given)
+    def are_values(self, *arguments: Any) -> bool:
+        """Whether the arguments of a rewritten forward are values: see `patcher.fusions.purity`."""
+        return are_values(arguments)
 
     def _assign(self, name: str, value: Any) -> None:
         assign_part(self, self._joined, name, value)  # type: ignore[arg-type]
 
 
 def assign_part(module: nn.Module, joined: Joined, name: str, value: Any) -> None:
-    """Move the values of a layer into the rows that a projection has.
+    """Copy the values of a layer into the rows of a projection.
 
     Raises:
-        PatchConflictError: it is another layer than the one that was joined.
+        PatchConflictError: the layer isn't a plain `nn.Linear` of the same shape.
     """
     part = ProjectionView(module, joined, joined.projections.index(name))
     if type(value) is not nn.Linear:
         raise part._cannot(f"it takes the values of a plain nn.Linear, and this is a {type(value).__qualname__}")
     if reason := more_than_a_weight_and_bias(value):
         raise part._cannot(f"it takes the values of a plain nn.Linear, and this one {reason}")
-    given = value._parameters
-    shared = {kind for kind in given if holders(given, kind) > ONE_HOLDER}
-    # Nothing is written before all of it is checked.
-    written = [(part._rows_for(kind, own, is_shared=kind in shared), own) for kind, own in given.items()]
-    for rows, own in written:
-        _write(rows, own)
+    parameters = value._parameters
+    shared = {name for name in parameters if count_references(parameters, name) > SINGLE_REFERENCE}
+    # Check everything before anything is written.
+    written = [(part._rows_for(kind, tensor, is_shared=kind in shared), tensor) for kind, tensor in parameters.items()]
+    for rows, tensor in written:
+        _write(rows, tensor)
 
 
 @torch.no_grad()
@@ -78,15 +78,15 @@ def _write(rows: torch.Tensor | None, value: Any) -> None:
 
 
 class ProjectionView:
-    """A projection that has been joined, for code that looks at it: its rows of the weight, and what it computes.
+    """A projection that has been joined: a callable whose `weight` and `bias` are views of its rows.
 
-    A new `nn.Parameter` may be assigned to its `weight` and `bias`: its values are written into the rows.
+    A new `nn.Parameter` may be assigned to `weight` and `bias`: its values are written into the rows.
     """
 
-    __slots__ = ("_joined", "_module", "_number", "_sizes")
+    __slots__ = ("_index", "_joined", "_module", "_sizes")
 
-    def __init__(self, module: nn.Module, joined: Joined, number: int) -> None:
-        self._module, self._joined, self._number = module, joined, number
+    def __init__(self, module: nn.Module, joined: Joined, index: int) -> None:
+        self._module, self._joined, self._index = module, joined, index
         self._sizes: tuple[int, ...] = getattr(module, joined.sizes)
 
     @property
@@ -96,7 +96,7 @@ class ProjectionView:
 
     @property
     def _rows(self) -> tuple[int, int]:
-        return sum(self._sizes[: self._number]), self.out_features
+        return sum(self._sizes[: self._index]), self.out_features
 
     @property
     def in_features(self) -> int:
@@ -104,7 +104,7 @@ class ProjectionView:
 
     @property
     def out_features(self) -> int:
-        return self._sizes[self._number]
+        return self._sizes[self._index]
 
     @property
     def weight(self) -> torch.Tensor:
@@ -117,20 +117,20 @@ class ProjectionView:
 
     @property
     def _own_bias(self) -> nn.Parameter | None:
-        """The bias of this projection, where not all of them have one."""
-        return getattr(self._module, f"{self._joined.projections[self._number]}_bias", None)
+        """The bias of this projection, if only some projections have one."""
+        return getattr(self._module, f"{self._joined.projections[self._index]}_bias", None)
 
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
-        whole, own = self._whole, self._own_bias
+        whole, own_bias = self._whole, self._own_bias
         is_plain = type(whole) is nn.Linear and type(whole.weight) is nn.Parameter
         if is_plain and whole.out_features == sum(self._sizes) and not more_than_a_weight_and_bias(whole):
-            joined: torch.Tensor | None = whole.bias
-            bias = own if joined is None else joined.narrow(0, *self._rows)
+            joined_bias: torch.Tensor | None = whole.bias
+            bias = own_bias if joined_bias is None else joined_bias.narrow(0, *self._rows)
             return nn.functional.linear(features, whole.weight.narrow(0, *self._rows), bias)
-        # All of it, and then a part: so it is right for a quantized projection and one with an adapter as well.
-        # Code of the original goes on with it as with a projection's result, which is contiguous.
+        # Compute all rows, then select: also correct for a quantized projection, and one with an adapter.
+        # The result of a projection is contiguous, and the original code may rely on it.
         result: torch.Tensor = whole(features).narrow(-1, *self._rows).contiguous()
-        return result if own is None else result + own.to(result.dtype)
+        return result if own_bias is None else result + own_bias.to(result.dtype)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -141,7 +141,8 @@ class ProjectionView:
         if name in ProjectionView.__slots__:
             super().__setattr__(name, value)
         elif name in ("weight", "bias"):
-            is_shared = holders({name: value}, name) > ONE_HOLDER + 2  # besides whoever assigns it, and this call
+            # One reference is the caller's, one is that of this call.
+            is_shared = count_references({name: value}, name) > SINGLE_REFERENCE + 2
             _write(self._rows_for(name, value, is_shared=is_shared), value)
         else:
             raise self._cannot(f"{name!r} can't be set on it")
@@ -150,25 +151,26 @@ class ProjectionView:
         raise self._cannot(f"{name!r} can't be deleted")
 
     def _cannot(self, why: str) -> PatchConflictError:
-        return PatchConflictError(f"{self._told()} and not a module: {why}. {ADVICE}")
+        return PatchConflictError(f"{self._describe()} and not a module: {why}. {ADVICE}")
 
-    def _told(self, kind: str = "") -> str:
-        name = f"{type(self._module).__name__}.{self._joined.projections[self._number]}"
+    def _describe(self, kind: str = "") -> str:
+        name = f"{type(self._module).__name__}.{self._joined.projections[self._index]}"
         return f"{name}{kind} is rows of {self._joined.name}{kind}"
 
     def _rows_for(self, kind: str, value: Any, *, is_shared: bool) -> torch.Tensor | None:
-        """The rows that take the values of a parameter; None where there are none, and the value is None.
+        """Return the rows to write a parameter to; None if there are none, and the value is None.
 
         Args:
-            is_shared: whether somebody else holds the parameter, who wouldn't write to the rows with it.
+            is_shared: whether there are other references to the parameter, which wouldn't see the rows.
 
         Raises:
-            PatchConflictError: the rows can't take them, or more than values would be lost.
+            PatchConflictError: the rows can't take the values, or more than values would be lost.
         """
         rows: torch.Tensor | None = getattr(self, kind)
-        has, given = (tuple(each.shape) if isinstance(each, torch.Tensor) else each for each in (rows, value))
-        if has != given:
-            raise self._cannot(f"its {kind} is {has or 'None'}, and can't take {given or value!r}")
+        shape = None if rows is None else tuple(rows.shape)
+        value_shape = tuple(value.shape) if isinstance(value, torch.Tensor) else value
+        if shape != value_shape:
+            raise self._cannot(f"its {kind} is {shape or 'None'}, and can't take {value_shape or value!r}")
         if rows is None:
             return None
         whole = getattr(self._whole, kind, None)
@@ -179,25 +181,25 @@ class ProjectionView:
     def _slice(self, whole: torch.Tensor, kind: str) -> torch.Tensor:
         if sum(self._sizes) != getattr(self._whole, "out_features", sum(self._sizes)):
             raise PatchConflictError(
-                f"{self._told()}, which processes share, and each has other rows of it. "
+                f"{self._describe()}, which processes share, and each has other rows of it. "
                 "patcher.original_state_dict(model) gathers them; patcher.load_original_state_dict(model, state_dict) "
                 "writes them."
             )
         start, size = self._rows
-        return view_of(whole, lambda tensor: tensor.narrow(0, start, size), self._told(f".{kind}"))
+        return view_of(whole, lambda tensor: tensor.narrow(0, start, size), self._describe(f".{kind}"))
 
 
-def part_property(joined: Joined, number: int) -> property:
-    name = joined.projections[number]
+def part_property(joined: Joined, index: int) -> property:
+    name = joined.projections[index]
 
     def get(self: nn.Module) -> Any:
-        own = self._modules.get(name)
-        if own is None:
-            return ProjectionView(self, joined, number)
+        module = self._modules.get(name)
+        if module is None:
+            return ProjectionView(self, joined, index)
         if fused_weights(self) is None:  # while the original's `__init__` runs
-            return own
-        raise ProjectionView(self, joined, number)._cannot(
-            f"a {type(own).__qualname__} that was put into _modules is not run, only module.{name} = layer is seen"
+            return module
+        raise ProjectionView(self, joined, index)._cannot(
+            f"a {type(module).__qualname__} that was put into _modules is not run, only module.{name} = layer is seen"
         )
 
     return property(get, doc=f"`{name}`, which is joined in `{joined.name}`.")

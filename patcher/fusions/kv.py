@@ -13,11 +13,10 @@ from patcher.fusions import QKV, Decision, Surroundings
 class KV(QKV):
     """One `kv_proj` in place of the projections of keys and values, where queries have another input, and a split.
 
-    That is the cross attention of a decoder, whose keys and values are made of what the encoder gives. The names show
-    the roles as for `qkv`. Where all three have one input, as in self attention, the module is left to `qkv`, whether
-    or not that is requested, so the
-    two never claim the same one. Once a cache holds the keys and values of the encoder's output, the joined projection
-    isn't called, as its parts aren't.
+    That is the cross attention of a decoder, whose keys and values are computed from the output of the encoder. The
+    projections are matched by name, as for `qkv`. Where all three have one input, as in self attention, the module is
+    left to `qkv`, whether or not that is requested, so the two never match the same module. Once a cache has the keys
+    and values of the encoder's output, the joined projection isn't called, as its parts aren't.
     """
 
     name = "kv"
@@ -28,9 +27,9 @@ class KV(QKV):
         for group in super().groups(names):
             yield group[1:]
 
-    def decided(self, modules: Mapping[str, nn.Module], surroundings: Surroundings) -> dict[str, Decision]:
-        found, whole = super().decided(modules, surroundings), QKV().decided(modules, surroundings)
-        for path in found.keys() & whole.keys():
-            if not whole[path].refusal:
-                found[path] = Decision(refusal="queries, keys and values have one input, for which there is 'qkv'")
-        return found
+    def decide_all(self, modules: Mapping[str, nn.Module], surroundings: Surroundings) -> dict[str, Decision]:
+        decisions, of_qkv = super().decide_all(modules, surroundings), QKV().decide_all(modules, surroundings)
+        for path in decisions.keys() & of_qkv.keys():
+            if not of_qkv[path].refusal:
+                decisions[path] = Decision(refusal="queries, keys and values have one input, for which there is 'qkv'")
+        return decisions

@@ -1,4 +1,4 @@
-"""The functions of a model's classes, with the source that they were compiled from."""
+"""The methods of modeling classes, with the source that they were compiled from."""
 
 from __future__ import annotations
 import __future__
@@ -17,21 +17,20 @@ from typing import Any
 
 from torch import nn
 
-from patcher.fusions.looks import code_of, looks, member
+from patcher.fusions.lookups import code_of, lookups, member
 from patcher.source.alike import of_code
 from patcher.source.call_sites import positional_parameters
 from patcher.source.indentation import dedented
 
-#: Wrappers of transformers that pass on what they are given: one moves weights of the module, the other looks for a
-#: kernel that computes the same.
-_TRANSPARENT = {
+#: Wrappers of transformers that pass on their arguments: one moves weights, the other may call an equivalent kernel.
+_PASS_THROUGH = {
     ("transformers.integrations.accelerate", "force_accelerate_hooks"),
     ("transformers.integrations.hub_kernels", "use_kernel_func_from_hub_with_fallback"),
 }
 
 
 class NotUnderstoodError(Exception):
-    """What prevents a fusion, and the line of the function's source where it is."""
+    """Why a method can't be analyzed or rewritten, and the line of its source, counted from the function."""
 
     def __init__(self, reason: str, line: int | None = None) -> None:
         super().__init__(reason)
@@ -48,50 +47,50 @@ class Method:
     node: ast.FunctionDef
 
     def at(self, line: int | None) -> str:
-        """Where a line of the source lies: `modeling_llama.py:243`."""
+        """Return the location of a line of the source: `modeling_llama.py:243`."""
         code = self.function.__code__
         return f"{Path(code.co_filename).name}:{code.co_firstlineno + (line or 1) - 1}"
 
 
 def located(error: NotUnderstoodError, method: Method) -> NotUnderstoodError:
-    """The error, with the file and the line in its text, the innermost of those that are followed."""
+    """Return the error with file and line in its text, unless it has those of a called function."""
     text = str(error)
     return NotUnderstoodError(text if text.endswith(")") and ".py:" in text else f"{text} ({method.at(error.line)})")
 
 
 def is_importable(cls: type) -> bool:
-    """Whether a class lives as long as its module, which has it under its name."""
+    """Whether a class is an attribute of its Python module, and lives as long."""
     return getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls
 
 
-#: Function -> its code, and its source or why that can't be read. Not by code: what has other defaults, annotations or
-#: decorators may have equal code.
-_read: weakref.WeakKeyDictionary[FunctionType, tuple[CodeType, tuple[str, ast.FunctionDef] | str]]
-_read = weakref.WeakKeyDictionary()
+#: Function -> its code, and its source or why that can't be read. Not by code: functions with other defaults,
+#: annotations or decorators may have equal code.
+_sources: weakref.WeakKeyDictionary[FunctionType, tuple[CodeType, tuple[str, ast.FunctionDef] | str]]
+_sources = weakref.WeakKeyDictionary()
 
 
 def read_function(function: FunctionType) -> Method:
-    """A function with its source.
+    """Read the source of a function.
 
     Raises:
-        NotUnderstoodError: there is none, or what it compiles to isn't the code that runs: the file was edited after
-            its import, or another tool has changed the function.
+        NotUnderstoodError: there is none, or it doesn't compile to the code that runs: the file was edited after its
+            import, or another tool has changed the function.
     """
-    code = looks.at(code_of, function, "")
-    known, found = _read.get(function, (None, ""))
-    if known is not code:
+    code = lookups.get(code_of, function, "")
+    known_code, source = _sources.get(function, (None, ""))
+    if known_code is not code:
         try:
-            found = _source_of(code)
+            source = _source_of(code)
         except (OSError, TypeError, SyntaxError, ValueError) as error:
-            found = f"the source of {code.co_name} can't be read ({error})"
-        _read[function] = code, found
-    if isinstance(found, str):
-        raise NotUnderstoodError(found)
-    return Method(code.co_name, function, *found)
+            source = f"the source of {code.co_name} can't be read ({error})"
+        _sources[function] = code, source
+    if isinstance(source, str):
+        raise NotUnderstoodError(source)
+    return Method(code.co_name, function, *source)
 
 
 def why_not_its_source(function: FunctionType) -> str:
-    """Why the source of a function isn't the code that runs, "" if it is, or if it has none."""
+    """Why the source of a function isn't the code that runs, "" if it is or if there is no source."""
     try:
         read_function(function)
     except NotUnderstoodError as error:
@@ -106,10 +105,10 @@ def _source_of(code: CodeType) -> tuple[str, ast.FunctionDef] | str:
     node = body[0] if len(body) == 1 else None
     if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
         return f"the source of {code.co_name} can't be read (it isn't a function)"
-    if free := [variable for variable in code.co_freevars if variable != "__class__"]:
-        return f"{code.co_name} uses {', '.join(free)} of the function around it"
+    if free_variables := [variable for variable in code.co_freevars if variable != "__class__"]:
+        return f"{code.co_name} uses {', '.join(free_variables)} of the function around it"
     compiled = _compiled("".join(lines), code.co_filename, code.co_flags & __future__.annotations.compiler_flag)
-    if not any(each.co_qualname == code.co_qualname and of_code(each) == of_code(code) for each in compiled):
+    if not any(other.co_qualname == code.co_qualname and of_code(other) == of_code(code) for other in compiled):
         return (
             f"the source of {code.co_name} isn't what runs: {Path(code.co_filename).name} was changed after its import"
         )
@@ -118,60 +117,60 @@ def _source_of(code: CodeType) -> tuple[str, ast.FunctionDef] | str:
 
 @lru_cache(maxsize=16)
 def _compiled(text: str, file: str, flags: int) -> list[CodeType]:
-    """What a file compiles to: as a whole, for how a method is called depends on what the file imports."""
+    """Compile a file as a whole: the bytecode of a method call depends on the imports of the file."""
     return list(_codes(compile(text, file, "exec", flags, dont_inherit=True)))
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield each
-            yield from _codes(each)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _codes(constant)
 
 
 def members_of(cls: type[nn.Module]) -> dict[str, Any]:
-    """What the objects of a class find in it and in its bases, but for those of torch."""
-    found: dict[str, Any] = {}
+    """Return the members of a class and its bases, without those of `nn.Module`."""
+    members: dict[str, Any] = {}
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         for name, value in vars(base).items():
-            if name not in found:
-                found[name] = looks.at(member, cls, name) if callable(value) else value
-    return found
+            if name not in members:
+                members[name] = lookups.get(member, cls, name) if callable(value) else value
+    return members
 
 
 def functions_of(cls: type[nn.Module]) -> dict[str, FunctionType]:
-    """The methods that run when its objects are called: not those that build or initialise them."""
-    found = {}
+    """Return the methods of a class that run in a call, without those that construct or initialise modules."""
+    functions = {}
     for name, value in members_of(cls).items():
         if name.startswith("__") or name == "_init_weights" or not callable(value):
             continue
         function = inspect.unwrap(value)
         if isinstance(function, FunctionType):
-            found[name] = function
-    return found
+            functions[name] = function
+    return functions
 
 
 def readable(cls: type[nn.Module]) -> Iterator[tuple[str, Method]]:
-    """These methods by name, those whose source can be read."""
+    """Yield the names and methods of `functions_of` whose source can be read."""
     for name, function in functions_of(cls).items():
         with contextlib.suppress(NotUnderstoodError):
             yield name, read_function(function)
 
 
 def trees_of(cls: type[nn.Module]) -> dict[str, ast.FunctionDef]:
-    """The trees of these."""
+    """Return name -> syntax tree of the readable methods of a class."""
     return {name: method.node for name, method in readable(cls)}
 
 
 def method_to_rewrite(cls: type[nn.Module], name: str) -> Method:
-    """A method of a class whose source may take the place of what runs.
+    """Return a method of a class, to be replaced by one that is compiled from edited source.
 
     Raises:
-        NotUnderstoodError: the source doesn't show all that runs.
+        NotUnderstoodError: the source doesn't show everything that runs.
     """
-    found = looks.at(member, cls, name)
-    method = read_function(inspect.unwrap(found))
-    if (found is not method.function) != bool(method.node.decorator_list):
+    attribute = lookups.get(member, cls, name)
+    method = read_function(inspect.unwrap(attribute))
+    if (attribute is not method.function) != bool(method.node.decorator_list):
         raise NotUnderstoodError(f"{name} is wrapped by something that its source doesn't show", 1)
     if any(isinstance(child, ast.Yield | ast.YieldFrom) for child in ast.walk(method.node)):
         raise NotUnderstoodError(f"{name} is a generator", 1)
@@ -179,21 +178,21 @@ def method_to_rewrite(cls: type[nn.Module], name: str) -> Method:
 
 
 def unwrapped(function: Any) -> Any:
-    """What a wrapper of transformers wraps that passes on what it is given; other functions as they are."""
+    """Return the function inside of transformers' wrappers that pass on their arguments; others as they are."""
     code = getattr(function, "__code__", None)
-    home = getattr(function, "__globals__", {}).get("__name__", "")
-    if code is not None and (home, code.co_qualname.partition(".")[0]) in _TRANSPARENT:
+    module = getattr(function, "__globals__", {}).get("__name__", "")
+    if code is not None and (module, code.co_qualname.partition(".")[0]) in _PASS_THROUGH:
         return unwrapped(getattr(function, "__wrapped__", None)) or function
     return function
 
 
 def self_of(function: ast.FunctionDef, default: str = "") -> str:
-    """What a method calls its first parameter."""
+    """Return the name of a method's first parameter."""
     parameters = positional_parameters(function)
     return parameters[0].arg if parameters else default
 
 
 def names_in(node: ast.AST) -> set[str]:
-    """Every name that a piece of source uses, attributes included."""
-    fields = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg"}
-    return {getattr(child, fields[type(child)]) for child in ast.walk(node) if type(child) in fields}
+    """Return all names in a syntax tree, attributes included."""
+    name_fields = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg"}
+    return {getattr(child, name_fields[type(child)]) for child in ast.walk(node) if type(child) in name_fields}

@@ -1,4 +1,4 @@
-"""What answers to names from before a fusion: values written in place reach what holds them, all else is refused.
+"""Access to fused parameters by their old names: values are written in place to the new ones, all else is refused.
 
 >>> whole = nn.Parameter(torch.zeros(4, 2))
 >>> rows = view_of(whole, lambda tensor: tensor[2:], "k_proj.weight is rows of kv_proj.weight")
@@ -26,8 +26,7 @@ from patcher.layouts.carried import CARRIED, ModuleLayouts, is_quantized
 from patcher.layouts.sharded import Copied, Whole
 
 ADVICE = "Take the fusions off with Patcher().apply(model) first."
-#: Methods of tensors that change one otherwise than by writing its values. The last is what `torch.utils.swap_tensors`
-#: calls before it changes anything.
+#: Methods that change a tensor other than by writing its values. `torch.utils.swap_tensors` calls the last one first.
 _REFUSED = """
     requires_grad_ register_hook register_post_accumulate_grad_hook set_ resize_ resize_as_ as_strided_ t_ transpose_
     swapaxes_ swapdims_ squeeze_ unsqueeze_ rename_ _use_count
@@ -35,27 +34,27 @@ _REFUSED = """
 
 
 class _View:
-    """What both kinds of views have in common."""
+    """The base of views of parameters."""
 
     __slots__ = ()
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """What belongs to it of the gradient of the parameter."""
-        parameter, see, what = vars(self)["_seen"]
+        """The view of the gradient of the parameter."""
+        parameter, see, what = vars(self)["_view"]
         return None if parameter.grad is None else view_of(parameter.grad, see, f"the gradient of {what}")
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        own = self.grad
-        if own is not None and value is not None and value.shape == own.shape:
+        grad = self.grad
+        if grad is not None and value is not None and value.shape == grad.shape:
             with torch.no_grad():
-                own.copy_(value)
-        elif own is not value:
+                grad.copy_(value)
+        elif grad is not value:
             self._refuse("a gradient of its own")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_seen" in vars(self) and name not in ("grad", "_backward_hooks"):  # autograd itself sets the latter
+        if "_view" in vars(self) and name not in ("grad", "_backward_hooks"):  # autograd itself sets the latter
             self._refuse(name)
         super().__setattr__(name, value)
 
@@ -69,20 +68,20 @@ class _View:
     def _refuse(self, change: str) -> NoReturn:
         change = "swap_tensors" if change == "_use_count" else change
         raise PatchConflictError(
-            f"{vars(self)['_seen'][2]} and takes values in place only: {change} would have no effect. {ADVICE}"
+            f"{vars(self)['_view'][2]} and takes values in place only: {change} would have no effect. {ADVICE}"
         )
 
 
-def _refusing(name: str) -> Callable[..., NoReturn]:
+def _make_refusal(name: str) -> Callable[..., NoReturn]:
     return lambda self, *args, **kwargs: self._refuse(name)
 
 
 for _name in _REFUSED:
-    setattr(_View, _name, _refusing(_name))
+    setattr(_View, _name, _make_refusal(_name))
 
 
 class PartView(_View, torch.Tensor):
-    """A view of a parameter. What is computed from it is a plain tensor; `nn.Parameter` takes its `detach()`."""
+    """A view of a parameter. Operations on it return plain tensors; `nn.Parameter(view)` takes its `detach()`."""
 
     __torch_function__ = nn.Parameter.__torch_function__
 
@@ -91,17 +90,17 @@ class PartView(_View, torch.Tensor):
 
 
 class SplitView(_View, Copied):
-    """A view of a parameter that processes share: it can be read only."""
+    """A read-only view of a parameter that is sharded over processes."""
 
     __slots__ = ()
 
 
 def view_of(parameter: torch.Tensor, see: Callable[[torch.Tensor], torch.Tensor], what: str) -> torch.Tensor:
-    """A view of a parameter; it counts as initialised if the parameter does: transformers looks at the tensor itself.
+    """Return a view of a parameter that accepts writes of values only; marked as initialised like the parameter.
 
     Args:
-        see: makes the view, of the parameter and of its gradient.
-        what: what the view is, for messages: "q_proj.weight is rows of qkv_proj.weight".
+        see: returns the view, of the parameter and of its gradient.
+        what: a description of the view for messages: "q_proj.weight is rows of qkv_proj.weight".
     """
     view = see(parameter)
     if torch.compiler.is_compiling():  # traced code computes with it
@@ -113,12 +112,12 @@ def view_of(parameter: torch.Tensor, see: Callable[[torch.Tensor], torch.Tensor]
     if is_initialized(parameter):
         mark_initialized(view)
     if isinstance(view, _View):
-        vars(view)["_seen"] = parameter, see, what  # from here on it refuses
+        vars(view)["_view"] = parameter, see, what  # the view refuses changes from now on
     return view
 
 
 def whole_of(parts: Sequence[torch.Tensor], join: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> torch.Tensor:
-    """Several parameters joined into one tensor, to be read only. It counts as initialised if all of them do.
+    """Join parameters into one read-only tensor, which is marked as initialised if all of them are.
 
     >>> parts = [torch.zeros(2), torch.ones(1)]
     >>> whole_of(parts, torch.cat).sum()
@@ -137,45 +136,45 @@ def whole_of(parts: Sequence[torch.Tensor], join: Callable[[Sequence[torch.Tenso
     return whole
 
 
-def holders(table: dict[str, Any], name: str) -> int:
-    """How many references there are to what a table holds."""
+def count_references(table: dict[str, Any], name: str) -> int:
+    """Return the reference count of a value of a dict."""
     return sys.getrefcount(table[name])
 
 
-#: The number for what is held by a table alone.
-ONE_HOLDER = holders({"": object()}, "")
+#: The count of a value that only the dict refers to.
+SINGLE_REFERENCE = count_references({"": object()}, "")
 
 
 def more_than_values(rows: torch.Tensor, whole: torch.Tensor, value: Any, *, is_shared: bool) -> str:
-    """Why the values of a tensor can't be written into rows of a parameter, or what else of it would be lost.
+    """Why the values of a tensor can't be written into rows of a parameter, or what else would be lost; "" if nothing.
 
     Args:
         whole: the parameter.
-        is_shared: whether somebody else holds the tensor, who would go on with it and not with the rows.
+        is_shared: whether there are other references to the tensor, which wouldn't see the rows.
     """
-    if isinstance(rows, DTensor):  # a process has some of them, or none
+    if isinstance(rows, DTensor):  # a process may not have all of them
         return "is split over processes, and can't be written"
     if rows.is_meta or value.is_meta:
-        return "or what it is given has its values elsewhere (it is on the meta device)"
+        return "or the assigned tensor has no values yet (it is on the meta device)"
     if is_quantized(whole) or is_quantized(value.detach()):
-        return "or what it is given is quantized"
+        return "or the assigned tensor is quantized"
     if isinstance(value, PartView):
         is_shared = value.data_ptr() != rows.data_ptr()  # the same after `weight += 1`
     elif not isinstance(value, nn.Parameter):
-        return ""  # on the stock model torch itself refuses it, so nothing is lost
+        return ""  # torch refuses it on the stock module too
     elif value.requires_grad != whole.requires_grad:
         return f"has requires_grad={whole.requires_grad}, as all rows have, and not {value.requires_grad}"
     elif value.grad is not None or value._backward_hooks:
         return "takes values, and this parameter has a gradient or hooks"
     return is_shared * (
-        "takes the values of a new parameter, and this one is held elsewhere too, and would not be shared "
+        "takes the values of a new parameter, and there are other references to this one, which would not be shared "
         "(copy_(...), in torch.no_grad(), writes its values)"
     )
 
 
-def holding(module: Any, name: str) -> tuple[str, ...]:
-    """The parameters that hold what a fused module had under a name; none where the name is its own."""
-    # Not by carried_by: a load looks up so many names that each would be one more way into the other file and back.
+def _fused_of(module: Any, name: str) -> tuple[str, ...]:
+    """Return the fused parameters that have the values of an old name; none if the name isn't an old one."""
+    # `vars` instead of `carried_by`, for speed: a load looks up many names.
     carried: ModuleLayouts | None = vars(module).get(CARRIED)
     for layout in carried.layouts if carried is not None else ():
         if any(stock.partition(".")[0] == name for stock in layout.stock):
@@ -184,37 +183,37 @@ def holding(module: Any, name: str) -> tuple[str, ...]:
 
 
 class OldNames:
-    """A module under whose old names nothing is put: no method would see it."""
+    """A module that refuses to assign its old names: no method would use the value."""
 
     def _assign(self, name: str, value: Any) -> None:
-        raise PatchConflictError(f"{described(name, holding(self, name))}, and nothing can take its place. {ADVICE}")
+        raise PatchConflictError(f"{_describe(name, _fused_of(self, name))}, and nothing can take its place. {ADVICE}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        (self._assign if holding(self, name) else super().__setattr__)(name, value)
+        (self._assign if _fused_of(self, name) else super().__setattr__)(name, value)
 
     def __delattr__(self, name: str) -> None:
-        if held := holding(self, name):
-            raise PatchConflictError(f"{described(name, held)}, and can't be deleted by itself. {ADVICE}")
+        if fused := _fused_of(self, name):
+            raise PatchConflictError(f"{_describe(name, fused)}, and can't be deleted by itself. {ADVICE}")
         super().__delattr__(name)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        (self._assign if holding(self, name) else super().add_module)(name, module)  # type: ignore[misc]
+        (self._assign if _fused_of(self, name) else super().add_module)(name, module)  # type: ignore[misc]
 
 
-def described(name: str, fused: Sequence[str]) -> str:
-    """Where the values of something are that was fused."""
+def _describe(name: str, fused: Sequence[str]) -> str:
+    """Describe where the values of a fused parameter or layer are."""
     return f"{name} is fused: its values are in {', '.join(fused[:3])}{', ...' if len(fused) > 3 else ''}"
 
 
 class Moved:
-    """What a fused module has under the name of a parameter of its own, which modules around it may initialise.
+    """A placeholder for a fused parameter of the module itself, which a model around it may initialise.
 
-    It says that it is initialised. All other access is an error.
+    It is marked as initialised. All other access is an error.
     """
 
     def __init__(self, name: str, fused: Sequence[str]) -> None:
         mark_initialized(self)
-        self._text = described(name, fused)
+        self._text = _describe(name, fused)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

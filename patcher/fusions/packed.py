@@ -1,11 +1,11 @@
-"""Which rows of a packed layer are whose, read from the method that takes its output apart.
+"""Which rows of a packed layer belong to which part, derived from the method that splits its output.
 
-    qkv = self.query_key_value(hidden_states).view(hidden_shape)    <- a tensor of which each row is known
-    query, key, value = qkv.chunk(3, dim=-1)                        <- from which rows is `query` made?
+    qkv = self.query_key_value(hidden_states).view(hidden_shape)    <- a tensor with a known row order
+    query, key, value = qkv.chunk(3, dim=-1)                        <- on which rows does `query` depend?
 
-The method's assignments run on small tensors, as they are written, and autograd says which rows of the output each
-variable depends on. So nothing is guessed from the order of names: CodeGen has its values before its keys, Phi-4's
-encoder its gate behind what it gates, GPT-NeoX a part of each for every head.
+The method's assignments are executed on small tensors, and autograd tells on which rows of the output each variable
+depends. So nothing is guessed from the order of names: CodeGen has its values before its keys, Phi-4's encoder its
+gate after the up projection, GPT-NeoX a part of each for every head.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from patcher.fusions.methods import (
 )
 from patcher.fusions.qkv import ROLES
 
-#: What modeling code calls the same thing.
+#: Word -> the word for the same role in the first group: `query` -> `q`.
 _SYNONYMS = {word: role for words in ROLES for word, role in zip(words, ROLES[0], strict=True)}
-#: Any tensor or layer.
+#: Words that any name of a tensor or layer may have.
 _GENERIC = frozenset("proj projection layer layers states state linear lin to weight".split())
-#: The function that the output of the packed layer comes from, and what the code that runs is called.
-_OUTPUT, _NAME = "packed_output", "<packed>"
+#: The name of the function that is called instead of the packed layer, and the file name of executed code.
+_OUTPUT, _FILE = "packed_output", "<packed>"
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """How the rows of a packed layer lie.
+    """The order of the rows of a packed layer.
 
     Attributes:
-        sizes: part -> how many rows it has, in the order in which they lie.
-        blocks: how many equal blocks they lie in, each with its share of every part, as heads do.
+        sizes: part -> number of rows, in the order of the rows.
+        blocks: the number of equal blocks, as heads, each with its share of every part.
     """
 
     sizes: Mapping[str, int]
@@ -55,7 +55,7 @@ class PackedRows:
 
 
 def packed_rows(owner: nn.Module, packed: str, parts: Sequence[str]) -> PackedRows:
-    """How the rows of a layer are divided among parts, by what the module that calls it makes of its output.
+    """Derive how the rows of a layer are divided among parts from the module that calls it.
 
     >>> from transformers import GPTNeoXConfig
     >>> from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
@@ -66,11 +66,11 @@ def packed_rows(owner: nn.Module, packed: str, parts: Sequence[str]) -> PackedRo
     Args:
         owner: the module that has the layer, on any device.
         packed: the name of the layer in it.
-        parts: the names of the parts, in words that the method has for its variables: `q_proj` is `query_states`,
-            `query_layer` or `q`, `gate_proj` is `gate`.
+        parts: the names of the parts, matched to the variables of the method by their words: `q_proj` is
+            `query_states`, `query_layer` or `q`, `gate_proj` is `gate`.
 
     Raises:
-        NotUnderstoodError: no method assigns variables of these names that have all rows among them, each row once.
+        NotUnderstoodError: no method assigns variables of these names that depend on all rows, each row once.
     """
     if "forward" in vars(owner):
         raise NotUnderstoodError("the forward of the module around it was replaced on the object")
@@ -80,31 +80,31 @@ def packed_rows(owner: nn.Module, packed: str, parts: Sequence[str]) -> PackedRo
         raise NotUnderstoodError(f"no method of {type(owner).__name__} calls self.{packed}(...)")
     for method in calling:
         _, first, *others = inspect.signature(method.function).parameters
-        called_with = {name for call in _calls(method, packed) for name in names_in(call)}
+        passed = {name for call in _calls(method, packed) for name in names_in(call)}
         # Inputs of several ranks, as text, packed sequences and images have, and of enough tokens for windows.
         shapes = ((1, 4), (4,), (1, 2, 2), (1, 256))
-        for inputs, shape in itertools.product(({first}, {first, *called_with}, {first, *others}), shapes):
-            if found := _Run(owner, packed, method, inputs, shape).first(partial(_packed, parts)):
-                return found
+        for inputs, shape in itertools.product(({first}, {first, *passed}, {first, *others}), shapes):
+            if rows := _Execution(owner, packed, method, inputs, shape).find(partial(_packed_rows, parts)):
+                return rows
     method = calling[0]
     reason = f"its output isn't taken apart into variables named like {', '.join(parts)}"
     raise located(NotUnderstoodError(reason, next(_calls(method, packed)).lineno), method)
 
 
 def _calls(method: Method, packed: str) -> Iterator[ast.Call]:
-    """Where a method calls the layer of its `self`."""
+    """Yield the calls of a layer of `self` in a method."""
     layer = ast.unparse(ast.Attribute(ast.Name(self_of(method.node)), packed))
     for node in ast.walk(method.node):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == layer:
             yield node
 
 
-class _Run:
-    """The assignments of a method, carried out one by one; what can't be is left out.
+class _Execution:
+    """Executes the assignments of a method one by one, leaving out those that fail.
 
     Args:
-        shape: of the input, but for its features.
-        inputs: the parameters that are given a tensor; others have their defaults, or None.
+        inputs: the parameters that get a tensor; others get their defaults, or None.
+        shape: the shape of the tensor, without its features.
     """
 
     def __init__(
@@ -112,86 +112,87 @@ class _Run:
     ) -> None:
         layer: Any = owner.get_submodule(packed)
         weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
-        self.count: int = weight.shape[0]
-        given = torch.zeros(*shape, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        self.row_count: int = weight.shape[0]
+        tensor = torch.zeros(*shape, weight.shape[1], dtype=weight.dtype, device=weight.device)
         self.outputs: list[torch.Tensor] = []
-        self.rows: dict[str, torch.Tensor] = {}  # of what has been assigned: whether it depends on each
-        self.known: dict[str, Any] = {**method.function.__globals__, _OUTPUT: self._output}
-        for each in inspect.signature(method.function).parameters.values():
-            default = None if each.default is each.empty else each.default
-            absent: dict[Any, Any] = {each.VAR_POSITIONAL: (), each.VAR_KEYWORD: {}}
-            self.known[each.name] = given if each.name in inputs else absent.get(each.kind, default)
-        self.known[self_of(method.node)] = owner
-        tree: Any = ast.parse(method.source).body[0]  # of its own, to be changed
+        self.masks: dict[str, torch.Tensor] = {}  # assigned variable -> whether it depends on each row
+        self.namespace: dict[str, Any] = {**method.function.__globals__, _OUTPUT: self._output}
+        for parameter in inspect.signature(method.function).parameters.values():
+            default = None if parameter.default is parameter.empty else parameter.default
+            variadic: dict[Any, Any] = {parameter.VAR_POSITIONAL: (), parameter.VAR_KEYWORD: {}}
+            value = tensor if parameter.name in inputs else variadic.get(parameter.kind, default)
+            self.namespace[parameter.name] = value
+        self.namespace[self_of(method.node)] = owner
+        tree: Any = ast.parse(method.source).body[0]  # a copy, which is edited
         method = replace(method, node=tree)
         for call in _calls(method, packed):
             call.func = ast.copy_location(ast.Name(_OUTPUT, ast.Load()), call.func)
         self.body = method.node.body
 
-    def first(self, look: Callable[[Mapping[str, torch.Tensor]], PackedRows | None]) -> PackedRows | None:
-        """What is first found in the variables and the rows that they depend on, after any of the assignments."""
+    def find(self, read: Callable[[Mapping[str, torch.Tensor]], PackedRows | None]) -> PackedRows | None:
+        """Return the first result that `read` gives for the masks of the variables after an assignment."""
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
-            return self._first(self.body, look)
+            return self._find(self.body, read)
 
-    def _first(self, body: Iterable[ast.stmt], look: Callable[..., PackedRows | None]) -> PackedRows | None:
+    def _find(self, body: Iterable[ast.stmt], read: Callable[..., PackedRows | None]) -> PackedRows | None:
         for statement in body:
-            found = None
+            rows = None
             if isinstance(statement, ast.If):
-                found = self._first(self._branch(statement), look)
+                rows = self._find(self._branch(statement), read)
             elif isinstance(statement, ast.With | ast.Try):
-                found = self._first(statement.body, look)
-            elif names := _assigned(statement):
+                rows = self._find(statement.body, read)
+            elif names := _assigned_names(statement):
                 self._assign(statement, names)
-                found = look(self.rows)
-            if found is not None:
-                return found
+                rows = read(self.masks)
+            if rows is not None:
+                return rows
         return None
 
     def _assign(self, statement: ast.stmt, names: Collection[str]) -> None:
         for name in names:
-            self.rows.pop(name, None)
+            self.masks.pop(name, None)
         try:
-            exec(compile(ast.Module([statement], []), _NAME, "exec"), self.known)
+            exec(compile(ast.Module([statement], []), _FILE, "exec"), self.namespace)
         except Exception:
             for name in names:
-                self.known.pop(name, None)
+                self.namespace.pop(name, None)
         else:
-            self.rows |= {name: rows for name in names if (rows := self._rows(self.known[name])) is not None}
+            self.masks |= {name: mask for name in names if (mask := self._mask(self.namespace[name])) is not None}
 
     def _output(self, features: torch.Tensor) -> torch.Tensor:
-        shape = torch.Size((*features.shape[:-1], self.count))
-        # Small and positive: what is clamped, or goes through an activation, keeps its gradient.
+        shape = torch.Size((*features.shape[:-1], self.row_count))
+        # Small and positive, so that clamping and activations keep the gradient.
         values = torch.linspace(1e-3, 2e-3, shape.numel(), dtype=torch.float64, device="cpu")
         self.outputs.append(values.view(shape).requires_grad_())
         return self.outputs[-1]
 
     def _branch(self, statement: ast.If) -> list[ast.stmt]:
         try:
-            holds = eval(compile(ast.Expression(statement.test), _NAME, "eval"), self.known)
-            return statement.body if holds else statement.orelse
-        except Exception:  # it depends on what isn't known: what either does is looked at
+            is_true = eval(compile(ast.Expression(statement.test), _FILE, "eval"), self.namespace)
+            return statement.body if is_true else statement.orelse
+        except Exception:  # it depends on something unknown: execute both
             return [*statement.body, *statement.orelse]
 
-    def _rows(self, value: Any) -> torch.Tensor | None:
+    def _mask(self, value: Any) -> torch.Tensor | None:
         if not isinstance(value, torch.Tensor) or not value.requires_grad or not self.outputs:
             return None
         weights = torch.linspace(1, 2, value.numel(), dtype=value.dtype, device=value.device).view(value.shape)
         try:
             gradients = torch.autograd.grad(value, self.outputs, weights, retain_graph=True, allow_unused=True)
-        except RuntimeError:  # something was written into what it is made of
+        except RuntimeError:  # a tensor of its graph was modified in place
             return None
-        used = [each.flatten(0, -2).any(0) for each in gradients if each is not None]  # type: ignore[redundant-expr]
-        return torch.stack(used).any(0) if used else None
+        masks = [grad.flatten(0, -2).any(0) for grad in gradients if grad is not None]  # type: ignore[redundant-expr]
+        return torch.stack(masks).any(0) if masks else None
 
 
-def _assigned(statement: ast.stmt) -> set[str]:
-    """The variables that a statement assigns; none if it does anything else."""
+def _assigned_names(statement: ast.stmt) -> set[str]:
+    """Return the variables that a statement assigns; none if it does anything else."""
     if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
         return set()
     targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-    flat = [each for target in targets for each in (target.elts if isinstance(target, ast.Tuple) else [target])]
-    names = {each.id for each in flat if isinstance(each, ast.Name)}
-    return names if all(isinstance(each, ast.Name) for each in flat) else set()
+    flat = [node for target in targets for node in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    names = {node.id for node in flat if isinstance(node, ast.Name)}
+    return names if all(isinstance(node, ast.Name) for node in flat) else set()
 
 
 def _words(name: str) -> frozenset[str]:
@@ -199,20 +200,20 @@ def _words(name: str) -> frozenset[str]:
     return words - _GENERIC or words
 
 
-def _packed(parts: Sequence[str], owned: Mapping[str, torch.Tensor]) -> PackedRows | None:
-    """How the rows lie, where variables named like the parts have all rows among them, and each row once."""
+def _packed_rows(parts: Sequence[str], masks: Mapping[str, torch.Tensor]) -> PackedRows | None:
+    """Return the order of the rows if variables named like the parts depend on all rows, each row once."""
     chosen = []
     for part in parts:
-        named = [rows for name, rows in owned.items() if _words(part) <= _words(name) and not rows.all()]
+        named = [mask for name, mask in masks.items() if _words(part) <= _words(name) and not mask.all()]
         if not named or any(not torch.equal(named[0], other) for other in named):
             return None
         chosen.append(named[0])
-    each = torch.stack(chosen)
-    if not (each.sum(0) == 1).all():
+    stacked = torch.stack(chosen)
+    if not (stacked.sum(0) == 1).all():
         return None
-    numbers, lengths = torch.unique_consecutive(each.int().argmax(0), return_counts=True)
-    runs = list(zip(numbers.tolist(), lengths.tolist(), strict=True))
+    indices, lengths = torch.unique_consecutive(stacked.int().argmax(0), return_counts=True)
+    runs = list(zip(indices.tolist(), lengths.tolist(), strict=True))
     block, blocks = runs[: len(parts)], len(runs) // len(parts)
     if runs != block * blocks or len(dict(block)) < len(parts):
         return None
-    return PackedRows({parts[number]: rows * blocks for number, rows in block}, blocks)
+    return PackedRows({parts[index]: rows * blocks for index, rows in block}, blocks)

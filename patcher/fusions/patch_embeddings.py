@@ -12,14 +12,14 @@ from torch import nn
 from patcher.errors import PatchConflictError
 from patcher.fusions import Decision, Flatten, Fusion, Layout, Rows, Surroundings, more_than_a_weight_and_bias, view_of
 
-#: What a convolution depends on, and a linear layer of its patches doesn't.
+#: The attributes of a convolution that can't be set on its linear form.
 _CONVOLUTION = frozenset(
     "weight bias in_channels out_channels kernel_size stride padding dilation groups padding_mode".split()
 )
 
 
 class LinearPatchEmbedding(nn.Module):
-    """A convolution of stride = kernel size as a linear layer: one matrix product over patches that are cut already.
+    """A convolution with stride = kernel size as a linear layer over flattened patches.
 
     >>> convolution = nn.Conv2d(3, 8, kernel_size=4, stride=4)
     >>> linear = LinearPatchEmbedding.from_module(convolution)
@@ -29,13 +29,13 @@ class LinearPatchEmbedding(nn.Module):
     >>> torch.allclose(linear(image), convolution(image), atol=1e-6)
     True
 
-    It takes the place of the convolution, takes what that takes, and gives what that gives: an image of any size,
-    of which incomplete patches at the far edges are left out. It has the attributes of the convolution too; its
-    `weight` is the matrix of `linear`, seen in the shape that the convolution's has.
+    It has the inputs and outputs of the convolution: images of any size, without incomplete patches at the far edges.
+    It has the attributes of the convolution too; its `weight` is a view of the weight of `linear` in the shape of the
+    kernel.
 
-    Of inputs that are one patch each, as the Qwen-VL family cuts them, the product is several times as fast as the
-    convolution (see `tests/benchmarks`). To cut whole images takes what the product gains, so they are convolved, with
-    the same weight and as fast as before, except for a `linear` that is quantized, or has an adapter or hooks.
+    For inputs of one patch each, as in the Qwen-VL family, the matrix product is several times as fast as the
+    convolution (see `tests/benchmarks`). For whole images cutting the patches costs as much as that gains, so they are
+    convolved with the same weight, unless `linear` is quantized or has an adapter or hooks.
     """
 
     padding_mode = "zeros"
@@ -62,7 +62,7 @@ class LinearPatchEmbedding(nn.Module):
 
     @classmethod
     def from_module(cls, convolution: nn.Conv2d | nn.Conv3d) -> Self:
-        """The linear form of a convolution, with values of its own."""
+        """Return a linear layer for a convolution, with new values."""
         return cls(
             convolution.in_channels,
             convolution.out_channels,
@@ -72,22 +72,22 @@ class LinearPatchEmbedding(nn.Module):
         )
 
     def to_module(self) -> nn.Conv2d | nn.Conv3d:
-        """A convolution of the same shape."""
-        kind: Any = {2: nn.Conv2d, 3: nn.Conv3d}[len(self.kernel_size)]
-        made: nn.Conv2d | nn.Conv3d = kind(
+        """Return a convolution of the same shape, with new values."""
+        cls: Any = {2: nn.Conv2d, 3: nn.Conv3d}[len(self.kernel_size)]
+        convolution: nn.Conv2d | nn.Conv3d = cls(
             self.in_channels, self.out_channels, self.kernel_size, self.stride, bias=self.linear.bias is not None
         )
-        return made
+        return convolution
 
     @property
     def weight(self) -> torch.Tensor:
-        """That of the convolution. Modeling code reads its type to cast the input, and its shape to cut patches."""
+        """The kernel of the convolution. Modeling code reads its dtype to cast the input, and its shape."""
         weight: torch.Tensor = self.linear.weight
         shape = (self.out_channels, self.in_channels, *self.kernel_size)
         if weight.dtype.itemsize == 1 or not f"{type(weight).__module__}.".startswith("torch."):
-            # A quantized one passes for what it was: not every kind can be seen in another shape.
-            has_type = weight.is_floating_point() and weight.dtype.itemsize > 1
-            dtype = weight.dtype if has_type else self._input_dtype
+            # A quantized weight may not have a view of another shape: return a placeholder.
+            is_real = weight.is_floating_point() and weight.dtype.itemsize > 1
+            dtype = weight.dtype if is_real else self._input_dtype
             return torch.empty((), dtype=dtype, device=weight.device).expand(shape)
         return view_of(weight, lambda tensor: tensor.view(shape), f"{type(self).__name__}.weight is its linear.weight")
 
@@ -107,8 +107,8 @@ class LinearPatchEmbedding(nn.Module):
         """(batch, in_channels, *size) -> (batch, out_channels, *size // kernel_size); the batch may be absent."""
         rank = len(self.kernel_size)
         if input.dim() == rank + 1:
-            alone: torch.Tensor = self(input.unsqueeze(0)).squeeze(0)
-            return alone
+            single: torch.Tensor = self(input.unsqueeze(0)).squeeze(0)
+            return single
         counts = [size // patch for size, patch in zip(input.shape[2:], self.kernel_size, strict=True)]
         if input.shape[1] != self.in_channels or 0 in counts:
             raise RuntimeError(
@@ -124,13 +124,13 @@ class LinearPatchEmbedding(nn.Module):
             patches = patches.unfold(axis, patch, patch)
         # (batch, channels, *counts, *kernel_size) -> (batch, *counts, channels, *kernel_size)
         patches = patches.movedim(1, 1 + rank)
-        # As rows of one matrix: quantized layers don't all take more than that.
+        # In two dimensions, as not all quantized layers accept more.
         rows = patches.reshape(input.shape[0] * math.prod(counts), self._volume)
         output: torch.Tensor = self.linear(rows)
         return output.view(input.shape[0], *counts, self.out_channels).movedim(-1, 1)
 
     def _has_plain_linear(self) -> bool:
-        """Whether calling `linear` is nothing but a product with its weight."""
+        """Whether `linear` computes a product with its weight, and nothing else."""
         linear = self.linear
         return (
             type(linear) is nn.Linear
@@ -181,9 +181,9 @@ class PatchEmbeddings(Fusion):
         if not isinstance(module, nn.Conv2d | nn.Conv3d):
             return None
         if reason := self.refusal(module) or surroundings.sharing(path, module, "it"):
-            # Of a network of convolutions most are not worth a line.
-            has_patches = module.stride == module.kernel_size and math.prod(module.kernel_size) > 1
-            return Decision(refusal=reason, is_told=bool(self.modules) or "patch" in path or has_patches)
+            # Most convolutions of a convolutional network aren't worth a line.
+            is_patch_embedding = module.stride == module.kernel_size and math.prod(module.kernel_size) > 1
+            return Decision(refusal=reason, is_told=bool(self.modules) or "patch" in path or is_patch_embedding)
         return Decision(tuple(self.layouts(module)))
 
     def layouts(self, module: nn.Module) -> Iterator[Layout]:

@@ -1,4 +1,4 @@
-"""Linear layers of a module that are given one tensor, joined: what `qkv`, `gate_up` and `siblings` share."""
+"""The base of the families that join linear layers which get the same tensor: `qkv`, `gate_up`, `siblings`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from patcher.fusions.fused_module import fused_class
 from patcher.fusions.joined import Joined, JoinedProjections, part_property
 from patcher.fusions.methods import NotUnderstoodError, located, method_to_rewrite, names_in, trees_of
 from patcher.fusions.rewrite import compile_subclass, rewritten
-from patcher.fusions.sharing import Asked, Form, digest_of, forms_of, forms_of_all
+from patcher.fusions.sharing import Candidate, Form, digest_of, forms_of, forms_of_all
 from patcher.layouts.layouts import Layout, Rows
 
-#: What takes the place of projections, and how their methods are rewritten.
+#: The recipe of a fused class: which projections are joined, and how the methods are rewritten.
 Plan = tuple[Joined, tuple[Form, ...]]
 
 
 class Projections(Fusion):
-    """A family that joins `nn.Linear` children which are given the same tensor.
+    """A family that joins `nn.Linear` children which get the same tensor.
 
     >>> class UpAndGate(Projections):
     ...     joined_name = "up_gate"
@@ -32,19 +32,19 @@ class Projections(Fusion):
     >>> UpAndGate().is_fusable(nn.Linear(2, 2))
     False
 
-    Whether they are given the same tensor is known when they are called: a projection that is given another one
-    computes its own rows. What is read beforehand is only whether something between the calls writes into that tensor.
+    Whether they get the same tensor is checked at run time: a projection that gets another one computes its own rows.
+    Only whether code between the calls writes into the tensor is analyzed beforehand.
     """
 
     #: the name of the joined projection
     joined_name: ClassVar[str] = ""
 
     def groups(self, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
-        """The names, among those of a module's children, that play the roles of this family together."""
+        """Yield the groups of names, among the names of a module's children, that this family joins."""
         return iter(())
 
     def group_in(self, module: nn.Module) -> tuple[str, ...] | None:
-        """The children that play the roles: a group in which all are linear layers, before one in which some are."""
+        """Return the children to join: preferably a group of linear layers only, else one with some."""
         linear = {name: isinstance(child, nn.Linear) for name, child in module._modules.items()}
         groups = list(self.groups(linear)) if any(linear.values()) else []
         for enough in (all, any):
@@ -53,13 +53,13 @@ class Projections(Fusion):
                     return group
         return None
 
-    # What the engine asks for.
+    # The interface of `Fusion`.
 
     def is_fusable(self, module: nn.Module) -> bool:
-        return not isinstance(self._planned_alone(module), str)
+        return not isinstance(self._plan(module), str)
 
     def refusal(self, module: nn.Module) -> str:
-        plan = self._planned_alone(module)
+        plan = self._plan(module)
         return plan if isinstance(plan, str) else ""
 
     def layouts(self, module: nn.Module) -> Iterator[Layout]:
@@ -75,28 +75,29 @@ class Projections(Fusion):
             yield Rows(tuple(f"{name}.bias" for name in joined.projections), f"{joined.name}.bias")
 
     def recipe(self, module: nn.Module) -> Plan:
-        plan = self._planned_alone(module)
+        plan = self._plan(module)
         if isinstance(plan, str):
             raise InvalidPatcherError(f"{self.name} can't fuse {type(module).__qualname__}: {plan}.")
         return plan
 
     def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
-        """The class for modules whose projections all have a bias, or all have none, and that call no other child
-        between them.
+        """Return the class for modules whose projections all have a bias, or none has.
+
+        Between their calls no other child may be called.
         """
         bare = original_cls.__new__(original_cls)
         nn.Module.__init__(bare)
-        called = {name for tree in trees_of(original_cls).values() for name in names_in(tree)}
-        group = next(iter(self.groups(sorted(called))), None)
+        names = {name for tree in trees_of(original_cls).values() for name in names_in(tree)}
+        group = next(iter(self.groups(sorted(names))), None)
         if group is None:
             raise InvalidPatcherError(f"{self.name} finds no projections in {original_cls.__qualname__}.")
-        return fused_class(self, original_cls, (Joined(group, self._free_name(called)), forms_of(bare, group, None)))
+        return fused_class(self, original_cls, (Joined(group, self._free_name(names)), forms_of(bare, group, None)))
 
     def make_class(self, original_cls: type[nn.Module], recipe: Any) -> type[nn.Module]:
-        """The class with its methods rewritten.
+        """Return the class with rewritten methods.
 
         Raises:
-            NotUnderstoodError: its code isn't what it was when the recipe was made.
+            NotUnderstoodError: the code of the original isn't that which the recipe was made of.
         """
         joined, forms = recipe
         sources = []
@@ -110,49 +111,47 @@ class Projections(Fusion):
                 sources.append((method, rewritten(method, joined, form)))
             except NotUnderstoodError as error:
                 raise located(error, method) from error
-        listed = f"{', '.join(joined.projections[:-1])} and {joined.projections[-1]}"
+        parts = f"{', '.join(joined.projections[:-1])} and {joined.projections[-1]}"
         where = ", ".join(method.at(1) for method, _ in sources)
         cls = compile_subclass(
             f"Fused{original_cls.__name__}",
-            f"{original_cls.__name__} with {listed} as one {joined.name}. Rewritten by patcher from {where}.",
+            f"{original_cls.__name__} with {parts} as one {joined.name}. Rewritten by patcher from {where}.",
             (JoinedProjections, original_cls),
             sources,
         )
         cls._joined = joined
-        for number, name in enumerate(joined.projections):
-            setattr(cls, name, part_property(joined, number))
+        for index, name in enumerate(joined.projections):
+            setattr(cls, name, part_property(joined, index))
         return cls
 
     def decide(self, path: str, module: nn.Module, surroundings: Surroundings) -> Decision | None:
-        return self.decided({path: module}, surroundings).get(path)
+        return self.decide_all({path: module}, surroundings).get(path)
 
     def decisions(self, modules: Mapping[str, nn.Module], surroundings: Surroundings) -> dict[str, Decision]:
-        is_own = type(self).decide is not Projections.decide  # of a family that decides one by one
-        return super().decisions(modules, surroundings) if is_own else self.decided(modules, surroundings)
+        is_overridden = type(self).decide is not Projections.decide  # by a family that decides one by one
+        return super().decisions(modules, surroundings) if is_overridden else self.decide_all(modules, surroundings)
 
-    def decided(self, modules: Mapping[str, nn.Module], surroundings: Surroundings) -> dict[str, Decision]:
-        """What becomes of each of these modules, by their paths: what is alike is looked at once."""
+    def decide_all(self, modules: Mapping[str, nn.Module], surroundings: Surroundings) -> dict[str, Decision]:
+        """Decide about modules by path; identical modules are analyzed once."""
         groups = self._groups_in(modules)
         names = {path: self._free_name(modules[path]._modules) for path in groups}
         reasons = surroundings.not_alone(groups, names)
-        found = {path: Decision(refusal=reason) for path, reason in reasons.items()}
-        left = {path: group for path, group in groups.items() if path not in reasons}
-        plans = self._planned(
-            {path: (modules[path], group, Caller(surroundings.modules, path)) for path, group in left.items()}
+        decisions = {path: Decision(refusal=reason) for path, reason in reasons.items()}
+        remaining = {path: group for path, group in groups.items() if path not in reasons}
+        plans = self._plans(
+            {path: (modules[path], group, Caller(surroundings.modules, path)) for path, group in remaining.items()}
         )
         layouts: dict[Any, tuple[Layout, ...]] = {}
         for path, plan in plans.items():
             if isinstance(plan, str):
-                found[path] = Decision(refusal=plan)
+                decisions[path] = Decision(refusal=plan)
                 continue
             joined = plan[0]
             kind = joined, getattr(modules[path], joined.projections[0]).bias is None
             if kind not in layouts:
                 layouts[kind] = tuple(self._layouts(modules[path], joined))
-            found[path] = Decision(layouts[kind], plan)
-        return {path: found[path] for path in groups}
-
-    # How.
+            decisions[path] = Decision(layouts[kind], plan)
+        return {path: decisions[path] for path in groups}
 
     def _free_name(self, taken: Iterable[str]) -> str:
         name, taken = self.joined_name, set(taken)
@@ -161,28 +160,28 @@ class Projections(Fusion):
         return name
 
     def _joined(self, module: nn.Module, group: tuple[str, ...]) -> Joined:
-        """What takes the place of these projections of a module."""
+        """Return the description of the joined projections of a module."""
         biased = tuple(name for name in group if getattr(module._modules[name], "bias", None) is not None)
         return Joined(group, self._free_name(module._modules), () if len(biased) == len(group) else biased)
 
     def _groups_in(self, modules: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:
-        """The children of each module that play the roles, of those that have such."""
+        """Return path -> children to join, of the modules that have such."""
         by_names = type(self).group_in is Projections.group_in
-        known: dict[Any, tuple[str, ...] | None] = {}
-        found: dict[str, tuple[str, ...]] = {}
+        by_kind: dict[Any, tuple[str, ...] | None] = {}
+        groups: dict[str, tuple[str, ...]] = {}
         for path, module in modules.items():
             kind = tuple((name, type(child)) for name, child in module._modules.items()) if by_names else path
-            if kind not in known:
-                known[kind] = self.group_in(module)
-            if (group := known[kind]) is not None:
-                found[path] = group
-        return found
+            if kind not in by_kind:
+                by_kind[kind] = self.group_in(module)
+            if (group := by_kind[kind]) is not None:
+                groups[path] = group
+        return groups
 
-    def _planned_alone(self, module: nn.Module) -> Plan | str:
+    def _plan(self, module: nn.Module) -> Plan | str:
         group = self.group_in(module)
         if group is None:
             return "it has no such projections"
-        plan = self._planned({"": (module, group, None)})[""]
+        plan = self._plans({"": (module, group, None)})[""]
         try:
             if not isinstance(plan, str):
                 fused_class(self, type(module), plan)
@@ -190,15 +189,15 @@ class Projections(Fusion):
             return str(error)
         return plan
 
-    def _planned(self, asked: Mapping[str, Asked]) -> dict[str, Plan | str]:
-        """How to join the projections of each of these modules, or why not."""
-        children = {path: [module._modules[name] for name in group] for path, (module, group, _) in asked.items()}
-        found: dict[str, Any] = {path: why_unlike(group, children[path]) for path, (_, group, _) in asked.items()}
-        for path, (module, _, _) in asked.items():
-            if not found[path] and "forward" in vars(module):
-                found[path] = "its forward was replaced on the object"
-        forms = forms_of_all({path: each for path, each in asked.items() if not found[path]})
-        for path, answer in forms.items():
-            module, group, _ = asked[path]
-            found[path] = answer if isinstance(answer, str) else (self._joined(module, group), answer)
-        return found
+    def _plans(self, candidates: Mapping[str, Candidate]) -> dict[str, Plan | str]:
+        """Return how to join the projections of each module, or why they can't be joined."""
+        plans: dict[str, Any] = {}
+        for path, (module, group, _) in candidates.items():
+            plans[path] = why_unlike(group, [module._modules[name] for name in group])
+            if not plans[path] and "forward" in vars(module):
+                plans[path] = "its forward was replaced on the object"
+        results = forms_of_all({path: candidate for path, candidate in candidates.items() if not plans[path]})
+        for path, forms in results.items():
+            module, group, _ = candidates[path]
+            plans[path] = forms if isinstance(forms, str) else (self._joined(module, group), forms)
+        return plans

@@ -1,4 +1,4 @@
-"""`sequential_experts`: stacked expert weights as linear layers of each expert, for quantizers and adapters."""
+"""`sequential_experts`: stacked weights of experts as linear layers of each expert, for quantizers and adapters."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class SequentialExperts(Fusion):
     >>> [layout.layers for layout in SequentialExperts().layouts(experts)]
     [('gate_proj.weight', 'up_proj.weight'), ('down_proj.weight',)]
 
-    That is so in every architecture, however its stacks are laid out; a module of one stack called `weight` becomes a
-    list of linear layers. What a stack holds is what the class declares, by the decorator of transformers or by
-    attributes in its body. The experts are indexed like an `nn.ModuleList`. The forward is the eager one, whatever
-    `experts_implementation` says: the others (`grouped_mm`, `batched_mm`, ...) need stacks.
+    These names are the same for all architectures, whatever the order of their stacks; a module with one stack called
+    `weight` becomes a list of linear layers. The class declares the order of a stack, by the decorator of transformers
+    or by attributes in its body. The experts are indexed like an `nn.ModuleList`. The forward is the eager one,
+    whatever `experts_implementation` is: the others (`grouped_mm`, `batched_mm`, ...) need stacks.
 
-    In training an expert without tokens runs on no rows, so that its gradient is zero and not None; so does each in an
-    exported program, which has no loop that depends on the data.
+    In training an expert without tokens runs on zero rows, so that its gradient is zero and not None; so does each in
+    an exported program, which has no data-dependent loop.
 
     Args:
-        modules: where, as paths of modules in the language of the reports.
-        all_tokens: every expert computes every token, and what a token didn't choose weighs nothing. Then nothing
-            depends on the data: for `torch.compile(fullgraph=True)`, for programs without sizes that do
-            (`torch.export`), and for calibration, where hooks on the layers of every expert see every token.
+        modules: path patterns of the modules to fuse, as reports print them.
+        all_tokens: every expert computes every token, and the weight of a token that didn't choose it is zero. Then
+            no size depends on the data: for `torch.compile(fullgraph=True)`, for `torch.export`, and for calibration,
+            where hooks on the layers of every expert see every token.
     """
 
     name = "sequential_experts"
@@ -83,40 +83,40 @@ class SequentialExperts(Fusion):
         if not _has_stacks(module):
             return None
         if reason := self.refusal(module) or surroundings.sharing(path, module, "the module"):
-            # Many modules with parameters of three dimensions have tables of positions.
+            # Other modules with three-dimensional parameters mostly have position embeddings.
             is_told = "expert" in path.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower()
             return Decision(refusal=reason, is_told=is_told)
         return Decision(tuple(self.layouts(module)))
 
 
 def _has_stacks(module: nn.Module) -> bool:
-    is_ours = type(module).__module__.partition(".")[0] != "torch"
-    return is_ours and any(value is not None and value.dim() == 3 for value in module._parameters.values())
+    is_modeling = type(module).__module__.partition(".")[0] != "torch"
+    return is_modeling and any(tensor is not None and tensor.dim() == 3 for tensor in module._parameters.values())
 
 
 def _mismatch(module: Any, linear: type[LinearExperts]) -> str:
-    """Why a module isn't as its class declares, "" if it is."""
-    if own := [name for name in ("__len__", "__getitem__", "__iter__") if hasattr(module, name)]:
-        return f"it has {own[0]} of its own"
-    if numbered := [name for name in (*module._modules, *module._parameters) if name.isdigit()]:
-        return f"it has {numbered[0]} already, which an expert would be called"
-    held = {name for name, value in module._parameters.items() if value is not None}
+    """Why a module doesn't match the declaration of its class, "" if it does."""
+    if members := [name for name in ("__len__", "__getitem__", "__iter__") if hasattr(module, name)]:
+        return f"it has {members[0]} of its own"
+    if digits := [member for member in (*module._modules, *module._parameters) if member.isdigit()]:
+        return f"it has {digits[0]} already, which an expert would be called"
+    stacks = {name for name, value in module._parameters.items() if value is not None}
     try:
         layouts = {layout.stock[0]: layout for layout in linear.stacks(module)}
-        if held != layouts.keys():
-            return f"it has the parameters {', '.join(sorted(held))}, and declares {', '.join(sorted(layouts))}"
+        if stacks != layouts.keys():
+            return f"it has the parameters {', '.join(sorted(stacks))}, and declares {', '.join(sorted(layouts))}"
         layouts = {name: layout.of(module) for name, layout in layouts.items()}
     except InvalidPatcherError as error:
         return str(error)
-    numbers = {name: layout.stock_shapes[0][0] for name, layout in layouts.items()}
+    expert_counts = {name: layout.stock_shapes[0][0] for name, layout in layouts.items()}
     for name, stack in linear.counts.items():
-        if getattr(module, name, numbers[stack]) != numbers[stack]:
-            return f"{name} is {getattr(module, name)}, and {stack} has {numbers[stack]} experts"
-    if len(set(numbers.values())) > 1 and not linear.may_be_incomplete:
-        return f"its stacks are of different numbers of experts: {numbers}"
+        if getattr(module, name, expert_counts[stack]) != expert_counts[stack]:
+            return f"{name} is {getattr(module, name)}, and {stack} has {expert_counts[stack]} experts"
+    if len(set(expert_counts.values())) > 1 and not linear.may_be_incomplete:
+        return f"its stacks are of different numbers of experts: {expert_counts}"
     weights = [layout for layout in layouts.values() if layout.layers[0].endswith(".weight")]
-    for layout in weights[:-1]:  # those in front of the down projection
+    shapes = [f"{layout.stock[0]} of the shape {tuple(layout.stock_shapes[0])}" for layout in weights]
+    for layout, shape in zip(weights[:-1], shapes, strict=False):  # those before the down projection
         if layout.fused_shapes()[0] != weights[-1].fused_shapes()[0][::-1]:
-            both = (f"{each.stock[0]} of the shape {tuple(each.stock_shapes[0])}" for each in (layout, weights[-1]))
-            return f"{' and '.join(both)} don't fit together as is_transposed={layout.transposed} has it"
+            return f"{shape} and {shapes[-1]} don't fit together as is_transposed={layout.transposed} has it"
     return ""

@@ -1,9 +1,9 @@
-"""How a class calls projections of one input: which methods are rewritten, and how.
+"""How the calls of projections with the same input are rewritten.
 
-Where all calls of a method have one variable for an argument, one call of the joined layer and a split take their
-place. Elsewhere the rewritten method asks at run time, call by call, whether the argument is the very tensor that the
-first one had: see `patcher.compat.standing_alone`. Either is right if nothing between the first call and the last one
-writes into that tensor, which is all that the source is read for.
+If all calls of a method have the same variable as argument, they are replaced by one call of the joined layer and a
+split. Otherwise the rewritten method checks at run time, call by call, whether the argument is the tensor of the first
+call: see `patcher.compat.standing_alone`. Both are correct if nothing writes into it between the first and the last
+call, which is all that the source is analyzed for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from patcher.fusions.callers import Caller, taken_as_modules
-from patcher.fusions.looks import looks, still_found
+from patcher.fusions.lookups import are_unchanged, lookups
 from patcher.fusions.methods import (
     Method,
     NotUnderstoodError,
@@ -31,7 +31,7 @@ from patcher.fusions.methods import (
     trees_of,
 )
 from patcher.fusions.purity import (
-    OF_A_TENSOR,
+    TENSOR_ATTRIBUTES,
     Body,
     arguments_of,
     check,
@@ -40,16 +40,16 @@ from patcher.fusions.purity import (
     parameters_of,
     positions,
     problem_of,
-    shown,
+    shorten,
 )
 from patcher.source.call_sites import none_by_default
 
-_LATER = ast.Lambda | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.GeneratorExp
+_DEFERRED = ast.Lambda | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.GeneratorExp
 _COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp
 _LOOPS = ast.For | ast.While
-_OF_TORCH = frozenset(vars(nn.Module()))
-#: What a tensor has that is no tensor.
-_NO_PART = ("shape", "dtype", "device")
+_INTERNAL = frozenset(vars(nn.Module()))
+#: Attributes of tensors that aren't tensors.
+_NOT_TENSORS = ("shape", "dtype", "device")
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class Form:
     """How one method is rewritten.
 
     Attributes:
-        calls: which of the calls of its projections, in the order of the source, are rewritten.
-        is_split: whether one call and a split take the place of the calls; otherwise inputs are compared at run time.
-        is_copied: whether each part is a copy, because it may be written into or given away.
-        checked: what has to hold when the method is called, as source; the original method runs otherwise.
-        digest: of the source, so that a class that is made again somewhere else is made of the same.
+        calls: the indices of the rewritten calls among the calls of its projections, in the order of the source.
+        is_split: whether the calls are replaced by one call and a split; otherwise inputs are compared at run time.
+        is_copied: whether each part is copied, because it may be modified in place or leave the method.
+        checked: conditions on the arguments, as source; if one doesn't hold, the original method is called.
+        digest: a hash of the source, to check it when the class is created in another process.
     """
 
     method: str
@@ -76,124 +76,123 @@ def digest_of(method: Method) -> str:
     return hashlib.sha256(ast.dump(method.node).encode()).hexdigest()[:16]
 
 
-def called_parts(tree: ast.AST, group: Iterable[str], this: str = "") -> list[ast.Call]:
-    """The calls of these children in a method, in the order in which they are written."""
-    this = this or (self_of(tree) if isinstance(tree, ast.FunctionDef) else "")
-    found = [
+def called_parts(tree: ast.AST, group: Iterable[str], self_name: str = "") -> list[ast.Call]:
+    """Return the calls of these children in a method, in the order of the source."""
+    self_name = self_name or (self_of(tree) if isinstance(tree, ast.FunctionDef) else "")
+    calls = [
         node
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr in group
         and isinstance(node.func.value, ast.Name)
-        and node.func.value.id == this
+        and node.func.value.id == self_name
     ]
-    return sorted(found, key=positions)
+    return sorted(calls, key=positions)
 
 
 def called_with(cls: type[nn.Module], names: Iterable[str]) -> list[tuple[str, ...]]:
-    """The children of a module, among these, that a method calls with one variable, in the order of the calls."""
-    found: list[tuple[str, ...]] = []
+    """Return the groups of these children that a method calls with the same variable, in the order of the calls."""
+    groups: list[tuple[str, ...]] = []
     for tree in trees_of(cls).values():
-        #: a variable, and how often it has been assigned -> what is called with it
-        given: dict[tuple[str, int], list[str]] = {}
+        #: (variable, number of assignments before the call) -> the children that are called with it
+        by_input: dict[tuple[str, int], list[str]] = {}
         for call in called_parts(tree, names):
             if len(call.args) == 1 and isinstance(call.args[0], ast.Name) and not call.keywords:
                 name = call.args[0].id
-                before = [each for each in ast.walk(tree) if name in _assigned_by(each)]
-                value = name, sum(positions(each)[1] <= positions(call)[0] for each in before)
-                given.setdefault(value, []).append(_name(call))
-        found += [tuple(dict.fromkeys(called)) for called in given.values() if len(set(called)) > 1]
-    return found
+                before = [node for node in ast.walk(tree) if name in _assigned_by(node)]
+                input_ = name, sum(positions(node)[1] <= positions(call)[0] for node in before)
+                by_input.setdefault(input_, []).append(_called_name(call))
+        groups += [tuple(dict.fromkeys(called)) for called in by_input.values() if len(set(called)) > 1]
+    return groups
 
 
 @dataclass(frozen=True, eq=False)
-class _Answer:
-    """What was found out about modules of a class, as long as all that was looked at is what it was.
+class _Analysis:
+    """The result for a module, which applies to identical modules as long as its lookups are unchanged.
 
     Attributes:
-        constants: the attributes of the module, and of the one around it, whose values were used.
+        constants: the attributes of the module, and of its caller, whose values the result depends on.
     """
 
     key: Any
-    looks: tuple[Any, ...]
+    lookups: tuple[Any, ...]
     constants: tuple[Mapping[str, Any], Mapping[str, Any]]
     forms: tuple[Form, ...]
     reason: str
 
-    def is_about(self, module: nn.Module, key: Any, caller: Caller | None) -> bool:
+    def applies_to(self, module: nn.Module, key: Any, caller: Caller | None) -> bool:
         modules = (module, caller.module if caller is not None else None)
-        used = ((vars(owner).get(name), value) for owner, each in zip(modules, self.constants, strict=True)
-                for name, value in each.items())  # fmt: skip
-        return self.key == key and all(now == value for now, value in used)
+        used = ((vars(owner).get(name), value) for owner, attributes in zip(modules, self.constants, strict=True)
+                for name, value in attributes.items())  # fmt: skip
+        return self.key == key and all(current == value for current, value in used)
 
 
 _lock = threading.RLock()
-_answers: weakref.WeakKeyDictionary[type[nn.Module], list[_Answer]] = weakref.WeakKeyDictionary()
+_analyses: weakref.WeakKeyDictionary[type[nn.Module], list[_Analysis]] = weakref.WeakKeyDictionary()
 
 
-#: A module, the projections that it is about, and the module around it, where that is known.
-Asked = tuple[nn.Module, tuple[str, ...], Caller | None]
+#: A module, its projections, and its caller, if that is known.
+Candidate = tuple[nn.Module, tuple[str, ...], Caller | None]
 
 
 def forms_of(module: nn.Module, group: tuple[str, ...], caller: Caller | None) -> tuple[Form, ...]:
-    """How the methods of a module are rewritten that call several of its projections.
+    """Return how the methods of a module that call its projections are rewritten.
 
     Raises:
-        NotUnderstoodError: why they can't be, with the line.
+        NotUnderstoodError: they can't be, with the line.
     """
-    found = forms_of_all({"": (module, group, caller)})[""]
-    if isinstance(found, str):
-        raise NotUnderstoodError(found)
-    return found
+    forms = forms_of_all({"": (module, group, caller)})[""]
+    if isinstance(forms, str):
+        raise NotUnderstoodError(forms)
+    return forms
 
 
-def forms_of_all(modules: Mapping[str, Asked]) -> dict[str, tuple[Form, ...] | str]:
-    """The same for many modules by their paths, or why they can't be: what is alike is looked at once."""
-    around = {path: caller.classes if caller is not None else None for path, (_, _, caller) in modules.items()}
-    kept = {cls: is_importable(cls) for cls in {type(module) for module, _, _ in modules.values()}}
+def forms_of_all(candidates: Mapping[str, Candidate]) -> dict[str, tuple[Form, ...] | str]:
+    """Return the forms of modules by path, or why there are none. Identical modules are analyzed once."""
+    callers = {path: caller.classes if caller is not None else None for path, (_, _, caller) in candidates.items()}
+    is_cached = {cls: is_importable(cls) for cls in {type(module) for module, _, _ in candidates.values()}}
     result: dict[str, tuple[Form, ...] | str] = {}
-    here: dict[type[nn.Module], list[_Answer]] = {}
-    holding: list[_Answer] = []
+    uncached: dict[type[nn.Module], list[_Analysis]] = {}
+    valid: list[_Analysis] = []
     with _lock:
-        for path, (module, group, caller) in modules.items():
-            cls, key = type(module), (group, _structure(module, group), around[path])
-            known = (_answers if kept[cls] else here).setdefault(cls, [])
-            alike = (each for each in known if each.is_about(module, key, caller))
-            answer = next((each for each in alike if each in holding or still_found(each.looks)), None)
-            if answer is None:
-                answer = _answered(module, group, caller, key)
-                known[:] = [each for each in known if each.key != key or still_found(each.looks)]
-                known.append(answer)
-            holding.append(answer)
-            result[path] = answer.reason or answer.forms
+        for path, (module, group, caller) in candidates.items():
+            cls, key = type(module), (group, _structure(module, group), callers[path])
+            analyses = (_analyses if is_cached[cls] else uncached).setdefault(cls, [])
+            matching = (entry for entry in analyses if entry.applies_to(module, key, caller))
+            analysis = next((entry for entry in matching if entry in valid or are_unchanged(entry.lookups)), None)
+            if analysis is None:
+                analysis = _analyze(module, group, caller, key)
+                analyses[:] = [entry for entry in analyses if entry.key != key or are_unchanged(entry.lookups)]
+                analyses.append(analysis)
+            valid.append(analysis)
+            result[path] = analysis.reason or analysis.forms
     return result
 
 
-def _answered(module: nn.Module, group: tuple[str, ...], caller: Caller | None, key: Any) -> _Answer:
+def _analyze(module: nn.Module, group: tuple[str, ...], caller: Caller | None, key: Any) -> _Analysis:
     forms: tuple[Form, ...] = ()
     reason, constants = "", dict[str, Any]()
-    looks.begin()
+    lookups.begin()
     try:
         forms = _forms_of(module, group, caller, constants)
         reason = caller.uses_as_modules(group) if caller is not None else ""
     except NotUnderstoodError as error:
         reason = str(error)
     finally:
-        noted = looks.end()
-    around = caller.constants if caller is not None else {}
-    return _Answer(key, noted, (constants, around), forms, reason)
+        recorded = lookups.end()
+    return _Analysis(key, recorded, (constants, caller.constants if caller is not None else {}), forms, reason)
 
 
 def _structure(module: nn.Module | None, group: Iterable[str] = ()) -> Any:
-    """What of a module decides what its code does, but for the values of its attributes."""
+    """Return what the analysis of a module depends on, except the values of its attributes."""
     if module is None:
         return None
-    attributes = tuple((name, _kind(name, value)) for name, value in vars(module).items() if name not in _OF_TORCH)
-    held = tuple((name, value is None) for name, value in (*module._parameters.items(), *module._buffers.items()))
-    children = tuple((name, None if name in group else _structure(each)) for name, each in module._modules.items())
+    attributes = tuple((name, _kind(name, value)) for name, value in vars(module).items() if name not in _INTERNAL)
+    tensors = tuple((name, value is None) for name, value in (*module._parameters.items(), *module._buffers.items()))
+    children = tuple((name, None if name in group else _structure(child)) for name, child in module._modules.items())
     has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
-    return type(module), has_hooks, attributes, held, children
+    return type(module), has_hooks, attributes, tensors, children
 
 
 def _kind(name: str, value: Any) -> Any:
@@ -207,9 +206,9 @@ def _forms_of(
 ) -> tuple[Form, ...]:
     cls = type(module)
     trees = trees_of(cls)
-    if not any({_name(call) for call in called_parts(tree, group)} == {*group} for tree in trees.values()):
+    if not any({_called_name(call) for call in called_parts(tree, group)} == {*group} for tree in trees.values()):
         for name in functions_of(cls).keys() - trees.keys():
-            method_to_rewrite(cls, name)  # the source of which can't be read, and that may be why
+            method_to_rewrite(cls, name)  # raises, as the source can't be read, which may be the reason
         raise NotUnderstoodError(f"no method of {cls.__name__} calls {', '.join(group)} together")
     forms = []
     for name in sorted(name for name, tree in trees.items() if called_parts(tree, group)):
@@ -218,7 +217,7 @@ def _forms_of(
             calls = _Calls(method, module, group, caller, constants)
             if calls.are_all_called:
                 forms.append(calls.form())
-            elif alone := sorted({_name(call) for call in calls.calls}):
+            elif alone := sorted({_called_name(call) for call in calls.calls}):
                 raise NotUnderstoodError(f"{name} calls {', '.join(alone)} alone", calls.calls[0].lineno)
         except NotUnderstoodError as error:
             raise located(error, method) from error
@@ -230,7 +229,7 @@ def _forms_of(
 
 
 def _check_uses(tree: ast.FunctionDef, group: tuple[str, ...], method: str, cls: type[nn.Module]) -> None:
-    """Raise for a use of a projection that isn't a call, or a look at its weight."""
+    """Raise for a use of a projection other than a call, or a read of an attribute that it keeps."""
     where, this = f"{cls.__name__}.{method}", self_of(tree)
     for node in taken_as_modules(tree, group, lambda owner: getattr(owner, "id", None) == this):
         if not isinstance(node.ctx, ast.Load):
@@ -245,7 +244,7 @@ def _check_uses(tree: ast.FunctionDef, group: tuple[str, ...], method: str, cls:
 
 
 class _Calls:
-    """The calls of one method."""
+    """The calls of the projections in one method."""
 
     def __init__(
         self,
@@ -256,71 +255,71 @@ class _Calls:
         constants: dict[str, Any],
     ) -> None:
         self.method, self.module, self.group, self.caller = method, module, group, caller
-        self.around = dict(_parents(method.node))
+        self.parents = dict(_parents_of(method.node))
         body = Body(method, module)
         body.constants = constants
         self._ruled_out: list[tuple[str, ast.AST]] = []
         self._reached = dict.fromkeys(body.reached(self._ruled_out))
         self.calls = [call for call in called_parts(method.node, group) if call in self._reached]
-        self.are_all_called = {_name(call) for call in self.calls} == {*group}
-        #: those that calls are in, which run again
-        self.loops = {each for call in self.calls for each in self._ancestors(call) if isinstance(each, _LOOPS)}
+        self.are_all_called = {_called_name(call) for call in self.calls} == {*group}
+        #: the loops around calls
+        self.loops = {node for call in self.calls for node in self._ancestors(call) if isinstance(node, _LOOPS)}
 
     def form(self) -> Form:
         for call in self.calls:
             self._check_call(call)
-        self._before = self._nodes_before()
+        self._nodes = self._nodes_until_last_call()
         self._assigned: dict[str, list[ast.AST]] = {}
         containing = set(self._ancestors(self.calls[-1]))
-        for node in self._before:
+        for node in self._nodes:
             for name in _assigned_by(node) if node not in containing else ():
                 self._assigned.setdefault(name, []).append(node)
         roots = self._shared_roots()
         is_split = self._is_straight()
         region = list(self._between(is_split=is_split))
         last = positions(self.calls[-1])[1]
-        later = [node for node in ast.walk(self.method.node) if isinstance(node, _LATER)]
-        later = [node for node in later if node is not self.method.node and positions(node)[0] < last]
-        followed = [node for node in later if isinstance(node, ast.GeneratorExp) or self._is_followed(node)]
+        deferred = [node for node in ast.walk(self.method.node) if isinstance(node, _DEFERRED)]
+        deferred = [node for node in deferred if node is not self.method.node and positions(node)[0] < last]
+        followed = [node for node in deferred if isinstance(node, ast.GeneratorExp) or self._is_followed(node)]
         region += [inner for node in followed for inner in ast.walk(node) if inner is not node]
         try:
-            known = self._known_for(region)
+            required = self._required_values(region)
         except NotUnderstoodError as error:
             raise NotUnderstoodError(f"between the projections: {error}", error.line) from error
-        for node in later:
+        for node in deferred:
             if node not in followed:
-                raise NotUnderstoodError(f"{shown(node)!r} may run between the projections", positions(node)[0][0])
+                raise NotUnderstoodError(f"{shorten(node)!r} may run between the projections", positions(node)[0][0])
         self._check_assigned(region, roots, is_split=is_split)
-        conditions = [text for text, node in self._ruled_out if self._matters(node, roots)]
-        if known:
-            conditions.append(f"{self_of(self.method.node)}.are_values({', '.join(known)})")
-        every = called_parts(self.method.node, self.group)
+        conditions = [text for text, node in self._ruled_out if self._is_relevant(node, roots)]
+        if required:
+            conditions.append(f"{self_of(self.method.node)}.are_values({', '.join(required)})")
+        all_calls = called_parts(self.method.node, self.group)
         return Form(
             self.method.name,
-            calls=tuple(number for number, call in enumerate(every) if call in self.calls),
+            calls=tuple(index for index, call in enumerate(all_calls) if call in self.calls),
             is_split=is_split,
             is_copied=self._is_written(),
             checked=tuple(dict.fromkeys(conditions)),
             digest=digest_of(self.method),
         )
 
-    def _nodes_before(self) -> list[ast.AST]:
-        """What may run before the last call: only that decides what variables are between the calls."""
-        end = max(positions(each)[1] for each in (self.calls[-1], *self.loops))
+    def _nodes_until_last_call(self) -> list[ast.AST]:
+        """Return the nodes that may run until the last call, which determine the variables between the calls."""
+        end = max(positions(node)[1] for node in (self.calls[-1], *self.loops))
         return [node for node in self._reached if not hasattr(node, "end_lineno") or positions(node)[0] <= end]
 
-    def _known_for(self, region: list[ast.AST]) -> list[str]:
-        """The parameters that must be values for nothing to write between the calls.
+    def _required_values(self, region: list[ast.AST]) -> list[str]:
+        """Return the parameters that must be values, so that nothing writes between the calls.
 
         Raises:
-            NotUnderstoodError: something may write there, whatever they are.
+            NotUnderstoodError: something may write there in any case.
         """
-        tensors = self._given()
-        known: Any = {"tensors": tensors, "parts": self.group, "runs": self._before}
-        known["since"] = None if self.loops else positions(self.calls[0])[1]
+        tensors = self._inputs()
+        options: Any = {"tensors": tensors, "parts": self.group, "runs": self._nodes}
+        options["first_call_end"] = None if self.loops else positions(self.calls[0])[1]
 
         def check_with(values: Iterable[str]) -> None:
-            check(Body(self.method, self.module, values, **known), region)
+            check(Body(self.method, self.module, values, **options), region)
 
         names: list[str] = []
         try:
@@ -328,7 +327,7 @@ class _Calls:
         except NotUnderstoodError:
             names = [name for name in parameters_of(self.method.node)[1:] if name not in tensors]
             check_with(names)
-            for name in names.copy():  # those without which it isn't known
+            for name in names.copy():  # keep those that are necessary
                 try:
                     check_with({*names} - {name})
                     names.remove(name)
@@ -337,190 +336,190 @@ class _Calls:
         return names
 
     def _is_followed(self, node: ast.AST) -> bool:
-        """Whether a function that is defined in the method is looked at with it: its parameters have other names."""
-        return is_plain_function(node) and self._given().isdisjoint(parameters_of(node))  # type: ignore[arg-type]
+        """Whether a function that is defined in the method can be checked with it: no parameter shadows an input."""
+        return is_plain_function(node) and self._inputs().isdisjoint(parameters_of(node))  # type: ignore[arg-type]
 
-    def _given(self) -> set[str]:
-        """The variables that the calls are given, and those that are handed on to them."""
-        return {_argument(call).id for call in self.calls}.union(*map(self._roots, self.calls))
+    def _inputs(self) -> set[str]:
+        """Return the variables that the calls get, and those that are assigned to these."""
+        return {_argument_of(call).id for call in self.calls}.union(*map(self._roots, self.calls))
 
     def _check_assigned(self, region: list[ast.AST], roots: set[str], *, is_split: bool) -> None:
-        """Raise where a variable has another value when a later call is made."""
+        """Raise if the variable of a later call is assigned between the calls."""
         for call in self.calls[1:]:
-            name = _argument(call).id
+            name = _argument_of(call).id
             if name not in roots and not is_split:
                 continue
             for node in region:
-                if name in _assigned_by(node) and (positions(node)[1] <= positions(call)[0] or self._is_again(node)):
+                if name in _assigned_by(node) and (positions(node)[1] <= positions(call)[0] or self._in_loop(node)):
                     raise NotUnderstoodError(f"{name} is assigned between the projections", node.lineno)  # type: ignore[attr-defined]
 
-    def _is_again(self, node: ast.AST) -> bool:
-        """Whether a statement is in a loop that has calls, but isn't the one that computes the first."""
+    def _in_loop(self, node: ast.AST) -> bool:
+        """Whether a node is in a loop around calls."""
         return not self.loops.isdisjoint(self._ancestors(node))
 
-    # --- which branches run ------------------------------------------------------------------------------------------
+    # --- branches ----------------------------------------------------------------------------------------------------
 
-    def _matters(self, branch: ast.AST, roots: set[str]) -> bool:
-        """Whether it would make a difference if a branch ran after all."""
+    def _is_relevant(self, branch: ast.AST, roots: set[str]) -> bool:
+        """Whether the form would be wrong if a branch that was ruled out ran."""
         first, last = positions(self.calls[0]), positions(self.calls[-1])
         if called_parts(branch, self.group, self_of(self.method.node)):
             return True
         start, end = positions(branch)
-        names = {_argument(call).id for call in self.calls} | roots
+        names = {_argument_of(call).id for call in self.calls} | roots
         is_between = first[0] < end and start < last[1]
         return is_between or (start < last[1] and any(_assigned_by(node) & names for node in ast.walk(branch)))
 
-    # --- what they are given -----------------------------------------------------------------------------------------
+    # --- inputs ------------------------------------------------------------------------------------------------------
 
     def _check_call(self, call: ast.Call) -> None:
-        name = _name(call)
+        name = _called_name(call)
         if len(call.args) != 1 or call.keywords or isinstance(call.args[0], ast.Starred):
             raise NotUnderstoodError(f"{name} is called with more than one input", call.lineno)
         if not isinstance(call.args[0], ast.Name):
-            raise NotUnderstoodError(f"the input of {name} is {shown(call.args[0])!r}, not a variable", call.lineno)
+            raise NotUnderstoodError(f"the input of {name} is {shorten(call.args[0])!r}, not a variable", call.lineno)
         for node in self._ancestors(call):
-            if isinstance(node, _LATER | _COMPREHENSIONS) and node is not self.method.node:
+            if isinstance(node, _DEFERRED | _COMPREHENSIONS) and node is not self.method.node:
                 raise NotUnderstoodError(f"{name} is used inside of a {type(node).__name__}", call.lineno)
 
     def _shared_roots(self) -> set[str]:
-        """The variables whose value each projection is given in turn.
+        """Return the variables whose values the projections get.
 
-        Which they are is seen when they run. Here it is whether they are likely to be one tensor, as the others are
-        computed for nothing if they aren't.
+        The inputs are compared at run time. Here they only have to be likely the same tensor, as rows are computed in
+        vain otherwise.
 
         Raises:
-            NotUnderstoodError: they are given different ones, or the caller passes another input for some of them.
+            NotUnderstoodError: they are different variables, or the caller passes another input for some projections.
         """
         node, passed = self.method.node, ""
-        names = {_argument(call).id for call in self.calls}
+        names = {_argument_of(call).id for call in self.calls}
         if len(names) == 1:
             return names
         optional = none_by_default(node)
-        #: projection -> what each of its calls may be given
-        given: dict[str, set[frozenset[str]]] = {}
+        #: projection -> the variables whose values each of its calls may get
+        inputs: dict[str, set[frozenset[str]]] = {}
         for call in self.calls:
             roots = self._roots(call)
             for name in sorted(roots.intersection(optional)):
                 if self.caller is None and len(roots) == 1:
-                    continue  # it isn't known
-                what = self.caller.passes(name) if self.caller is not None else ""
-                roots -= set() if what else {name}
-                passed = passed or what
-            if roots:  # otherwise it isn't made
-                given.setdefault(_name(call), set()).add(frozenset(roots))
-        for name, several in given.items() if self.caller is None else ():
-            sure = {roots for roots in several if not roots.intersection(optional)}
-            given[name] = sure or several
-        first, *others = given.values() if given else [set()]
-        every = set().union(*(roots for each in given.values() for roots in each))
-        is_equal = len(given) == len(self.group) and all(each == first for each in others)
-        if is_equal and all(len(roots) == 1 for roots in first):
-            return every
-        if not passed and not every <= {*parameters_of(node)} and (one := self._one_in_a_branch()):
-            return one
-        if self.caller is not None and every <= set(parameters_of(node)) and self.caller.same(tuple(sorted(every))):
-            return every
+                    continue  # the caller isn't known
+                passed_input = self.caller.passes(name) if self.caller is not None else ""
+                roots -= set() if passed_input else {name}
+                passed = passed or passed_input
+            if roots:  # otherwise the call doesn't run
+                inputs.setdefault(_called_name(call), set()).add(frozenset(roots))
+        for name, alternatives in inputs.items() if self.caller is None else ():
+            unconditional = {roots for roots in alternatives if not roots.intersection(optional)}
+            inputs[name] = unconditional or alternatives
+        expected, *others = inputs.values() if inputs else [set()]
+        sources = set().union(*(roots for alternatives in inputs.values() for roots in alternatives))
+        is_equal = len(inputs) == len(self.group) and all(alternatives == expected for alternatives in others)
+        if is_equal and all(len(roots) == 1 for roots in expected):
+            return sources
+        are_parameters = sources <= set(parameters_of(node))
+        if not passed and not are_parameters and (names := self._inputs_in_a_branch()):
+            return names
+        if are_parameters and self.caller is not None and self.caller.same(tuple(sorted(sources))):
+            return sources
         if passed:
             raise NotUnderstoodError(f"cross attention: {passed}")
-        if every <= set(parameters_of(node)) and self.caller is not None:
-            raise NotUnderstoodError(f"nothing shows that {', '.join(sorted(every))} are one tensor", node.lineno)
+        if are_parameters and self.caller is not None:
+            raise NotUnderstoodError(f"nothing shows that {', '.join(sorted(sources))} are one tensor", node.lineno)
         texts = ", ".join(
-            f"{name} {' or '.join(sorted({each for roots in several for each in roots}))}"
-            for name, several in given.items()
+            f"{name} {' or '.join(sorted({root for roots in alternatives for root in roots}))}"
+            for name, alternatives in inputs.items()
         )
         raise NotUnderstoodError(f"they are given different variables: {texts}", self.calls[0].lineno)
 
-    def _one_in_a_branch(self) -> set[str]:
-        """The variables that each projection is given in one of the branches."""
-        given: dict[tuple[str, ast.AST], set[str]] = {}
+    def _inputs_in_a_branch(self) -> set[str]:
+        """Return the variables that all projections get in one of the branches."""
+        by_input: dict[tuple[str, ast.AST], set[str]] = {}
         for call in self.calls:
-            block = self.around[self._statement(call)]
-            given.setdefault((_argument(call).id, block), set()).add(_name(call))
-        return {name for (name, _), called in given.items() if called == {*self.group}}
+            block = self.parents[self._statement(call)]
+            by_input.setdefault((_argument_of(call).id, block), set()).add(_called_name(call))
+        return {name for (name, _), called in by_input.items() if called == {*self.group}}
 
     def _roots(self, call: ast.Call) -> set[str]:
-        """The variables whose value its argument may be: that itself, or those that are assigned to it as they are.
+        """Return the variables whose values the argument may have: itself, or those that are assigned to it.
 
-        A variable that is assigned something else as well isn't what another one got from it before.
+        An assignment of anything else makes the argument itself one of them.
         """
-        argument = _argument(call).id
-        found, seen, pending = set[str](), set[Any](), [(argument, positions(call)[0])]
+        argument = _argument_of(call).id
+        roots, seen, pending = set[str](), set[Any](), [(argument, positions(call)[0])]
         while pending:
-            name, end = read = pending.pop()
-            if read in seen:
+            name, end = entry = pending.pop()
+            if entry in seen:
                 continue
-            seen.add(read)
-            before = [
-                node for node in self._assigned.get(name, ()) if positions(node)[1] <= end or self._is_again(node)
+            seen.add(entry)
+            assignments = [
+                node for node in self._assigned.get(name, ()) if positions(node)[1] <= end or self._in_loop(node)
             ]
-            values = [_names_of(_value_of(node), self._reached) for node in before]
+            values = [_names_of(_value_of(node), self._reached) for node in assignments]
             if not values or None in values or name in parameters_of(self.method.node):
-                found.add(argument if values else name)
-            pending += [
-                (each, positions(node)[0]) for node, names in zip(before, values, strict=True) for each in names or ()
-            ]
-        return found
+                roots.add(argument if values else name)
+            for node, names in zip(assignments, values, strict=True):
+                pending += [(source, positions(node)[0]) for source in names or ()]
+        return roots
 
-    # --- what is between them ----------------------------------------------------------------------------------------
+    # --- between the calls -------------------------------------------------------------------------------------------
 
     def _between(self, *, is_split: bool) -> Iterator[ast.AST]:
-        """What may run after the first call and before the last one.
+        """Yield the nodes that may run after the first call and before the last one.
 
-        By place; and all of a loop that has calls, which run again: but a split in it is computed again as well.
+        All nodes of a loop around calls may, unless the split is in the loop, too, and repeated with it.
         """
         first, last = self.calls[0], self.calls[-1]
         start, end = positions(first)[1], positions(last)[1]
-        again = set(self._ancestors(first)) if is_split else set()
-        for loop in self.loops - again:
+        repeated = set(self._ancestors(first)) if is_split else set()
+        for loop in self.loops - repeated:
             start, end = min(start, positions(loop)[0]), max(end, positions(loop)[1])
         containing = set(self._ancestors(last))
         placed = [node for node in self._reached if node is not self.method.node and hasattr(node, "end_lineno")]
         for node in sorted(placed, key=_outer_first):
             if node in self.calls:
                 continue
-            if isinstance(node, ast.With | ast.Try | ast.Match) and not self._holds_all_or_none(node):
+            if isinstance(node, ast.With | ast.Try | ast.Match) and not self._contains_all_or_none(node):
                 raise NotUnderstoodError(
                     f"a '{type(node).__name__.lower()}' has some of the projections in it, and others are outside",
                     node.lineno,
                 )
-            # An expression takes effect where it ends; one that holds the last call does so after it.
+            # An expression takes effect where it ends; one around the last call does so after it.
             if start < positions(node)[1] <= end and (node not in containing or end > positions(last)[1]):
                 yield node
                 yield from getattr(node, "generators", ())
 
-    def _holds_all_or_none(self, node: ast.AST) -> bool:
+    def _contains_all_or_none(self, node: ast.AST) -> bool:
         inside = [call for call in self.calls if node in self._ancestors(call)]
         return len(inside) in (0, len(self.calls))
 
     def _ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
         while node is not self.method.node:
-            node = self.around[node]
+            node = self.parents[node]
             yield node
 
-    # --- how they are written ----------------------------------------------------------------------------------------
+    # --- statements --------------------------------------------------------------------------------------------------
 
     def _statement(self, node: ast.AST) -> ast.stmt:
         while not isinstance(node, ast.stmt):
-            node = self.around[node]
+            node = self.parents[node]
         return node
 
     def _is_in_one_block(self) -> bool:
-        """Whether the calls are in statements of one block, or deeper in those after the first."""
-        block = self.around[self._statement(self.calls[0])]
+        """Whether all calls are in the block of the first one's statement, or in blocks nested in it."""
+        block = self.parents[self._statement(self.calls[0])]
         return all(block in self._ancestors(call) for call in self.calls)
 
     def _is_straight(self) -> bool:
-        """Whether one call before the statement of the first one computes what all calls do."""
+        """Whether one call before the statement of the first call can replace all calls."""
         first, statement = self.calls[0], self._statement(self.calls[0])
-        if len({_name(call) for call in self.calls}) < len(self.calls):
+        if len({_called_name(call) for call in self.calls}) < len(self.calls):
             return False
-        if len({_argument(call).id for call in self.calls}) > 1 or not self._is_in_one_block():
+        if len({_argument_of(call).id for call in self.calls}) > 1 or not self._is_in_one_block():
             return False
         if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.Return | ast.Expr):
-            return False  # in the head of another one
+            return False  # in the head of a compound statement
         start = positions(statement)[0]
         if self.method.source.encode().split(b"\n")[start[0] - 1][: start[1]].strip():
-            return False  # behind another one in the line
+            return False  # after another statement in the same line
         inner: ast.AST = first
         for node in self._ancestors(first):
             if node is statement:
@@ -535,36 +534,36 @@ class _Calls:
             for node in ast.walk(statement)
             if hasattr(node, "end_lineno") and positions(node)[1] <= positions(first)[0]
         ]
-        body = Body(self.method, self.module, tensors=self._given(), parts=self.group, runs=self._before)
+        body = Body(self.method, self.module, tensors=self._inputs(), parts=self.group, runs=self._nodes)
         return not any(isinstance(node, ast.NamedExpr) or problem_of(body, node) for node in before)
 
-    # --- what becomes of them ----------------------------------------------------------------------------------------
+    # --- results -----------------------------------------------------------------------------------------------------
 
     def _is_written(self) -> bool:
-        """Whether a part may be written into, leaves the method, or has a view that only what is contiguous has."""
+        """Whether a part may be modified in place, leaves the method, or gets a view that must be contiguous."""
         start = positions(self.calls[0])[1]
         body = Body(self.method, self.module, parts=self.group, is_lenient=True)
         reached = [node for node in self._reached if node is not self.method.node and hasattr(node, "end_lineno")]
-        behind = [node for node in reached if positions(node)[1] > start]
-        if any(problem_of(body, node) and not self._is_apart(node, body) for node in behind):
+        later = [node for node in reached if positions(node)[1] > start]
+        if any(problem_of(body, node) and not self._gets_no_part(node, body) for node in later):
             return True
-        given = [node.value for node in behind if isinstance(node, ast.Return)]
-        return any(self._may_be_part(each, body, set()) for each in given)
+        results = [node.value for node in later if isinstance(node, ast.Return)]
+        return any(self._may_be_part(result, body, set()) for result in results)
 
-    def _is_apart(self, node: ast.AST, body: Body) -> bool:
-        """Whether a call of another method isn't given any part, or an attribute is set of what is none."""
+    def _gets_no_part(self, node: ast.AST, body: Body) -> bool:
+        """Whether a call of another method gets no part, or an attribute of an object that isn't a part is set."""
         match node:
-            case ast.Call(func=func) if body.is_own(func):
-                return not any(self._may_be_part(each, body, set()) for each in arguments_of(node))
+            case ast.Call(func=func) if body.is_self_attr(func):
+                return not any(self._may_be_part(argument, body, set()) for argument in arguments_of(node))
             case ast.Attribute(value=owner):
-                return not body.is_own(node) and not self._may_be_part(owner, body, set())
+                return not body.is_self_attr(node) and not self._may_be_part(owner, body, set())
         return False
 
     def _may_be_part(self, node: ast.AST | None, body: Body, seen: set[str]) -> bool:
-        """Whether an expression may be a part, a view of one, or hold one.
+        """Whether an expression may be a part, a view of one, or contain one.
 
         Args:
-            seen: the variables that were looked at, each of them once.
+            seen: the variables that were followed already.
         """
         inner: list[Any] = []
         match node:
@@ -579,49 +578,49 @@ class _Calls:
                 inner = [one, other]
             case ast.ListComp(elt=one) | ast.Starred(value=one) | ast.Subscript(value=one) | ast.NamedExpr(value=one):
                 inner = [one]
-            case ast.Attribute(value=one, attr=attr) if attr not in _NO_PART:
+            case ast.Attribute(value=one, attr=attr) if attr not in _NOT_TENSORS:
                 inner = [one]
-            case ast.BinOp(left=one, right=other) if _is_listed(one, body) or _is_listed(other, body):
+            case ast.BinOp(left=one, right=other) if _is_list(one, body) or _is_list(other, body):
                 inner = [one, other]
             case ast.Call(func=ast.Attribute(value=one, attr=attr) as func) if (
-                attr in OF_A_TENSOR and body.outside(func) is ... and not body.is_own(func)
+                attr in TENSOR_ATTRIBUTES and body.resolve(func) is ... and not body.is_self_attr(func)
             ):
                 inner = [one]
             case ast.Call(func=func) if not body.gives_new(node):
                 inner = [*arguments_of(node), *([func.value] if isinstance(func, ast.Attribute) else [])]
                 inner += body.assigned.get(f"{getattr(func, 'id', '')}()", [])  # of a function that is defined here
-        return any(self._may_be_part(each, body, seen) for each in inner)
+        return any(self._may_be_part(child, body, seen) for child in inner)
 
 
-def _is_listed(node: ast.AST, body: Body) -> bool:
-    """Whether an operand is a list or a tuple: a sum or a product of these holds what they hold."""
-    made = body.assigned.get(node.id, []) if isinstance(node, ast.Name) else [node]
-    return any(isinstance(each, ast.List | ast.Tuple | ast.ListComp) for each in made)
+def _is_list(node: ast.AST, body: Body) -> bool:
+    """Whether an operand is a list or a tuple: their sums and products contain the same elements."""
+    expressions = body.assigned.get(node.id, []) if isinstance(node, ast.Name) else [node]
+    return any(isinstance(expression, ast.List | ast.Tuple | ast.ListComp) for expression in expressions)
 
 
 def _outer_first(node: ast.AST) -> tuple[Any, ...]:
-    """In the order of the source, what is around another node before it."""
+    """Sort key: the order of the source, outer nodes before inner ones."""
     (line, column), (end_line, end_column) = positions(node)
     return line, column, -end_line, -end_column
 
 
-def _name(call: ast.Call) -> str:
+def _called_name(call: ast.Call) -> str:
     assert isinstance(call.func, ast.Attribute)
     return call.func.attr
 
 
-def _argument(call: ast.Call) -> Any:
+def _argument_of(call: ast.Call) -> Any:
     return call.args[0]
 
 
-def _parents(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+def _parents_of(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
     for node in ast.walk(tree):
         for child in ast.iter_child_nodes(node):
             yield child, node
 
 
 def _assigned_by(node: ast.AST) -> set[str]:
-    """The names that a node itself assigns."""
+    """Return the names that a node assigns, without its children."""
     targets: list[ast.AST] = []
     match node:
         case ast.Assign():
@@ -632,12 +631,12 @@ def _assigned_by(node: ast.AST) -> set[str]:
             targets = list(node.targets)
         case ast.With():
             targets = [item.optional_vars for item in node.items if item.optional_vars is not None]
-    names = (each for target in targets for each in ast.walk(target) if isinstance(each, ast.Name))
-    return {each.id for each in names if isinstance(each.ctx, ast.Store | ast.Del)}
+    names = (name for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
+    return {name.id for name in names if isinstance(name.ctx, ast.Store | ast.Del)}
 
 
 def _value_of(node: ast.AST) -> ast.expr | None:
-    """What a node assigns to one variable; None if to several, or what isn't an expression of its own."""
+    """Return the expression that a node assigns to a single variable, if it does."""
     match node:
         case ast.Assign(targets=[ast.Name()], value=value) | ast.AnnAssign(target=ast.Name(), value=value):
             return value
@@ -645,14 +644,14 @@ def _value_of(node: ast.AST) -> ast.expr | None:
 
 
 def _names_of(value: ast.expr | None, reached: Container[ast.AST]) -> list[str] | None:
-    """The variables that an expression chooses among, None if it is anything else."""
+    """Return the variables among which an expression chooses, None if it is anything else."""
     match value:
         case ast.Name(id=name):
             return [name]
         case ast.IfExp(body=body, orelse=orelse):
-            parts = [_names_of(each, reached) for each in (body, orelse) if each in reached]
+            parts = [_names_of(expression, reached) for expression in (body, orelse) if expression in reached]
         case ast.BoolOp(values=values):
-            parts = [_names_of(each, reached) for each in values]
+            parts = [_names_of(expression, reached) for expression in values]
         case _:
             return None
     return None if None in parts else [name for part in parts for name in part or ()]

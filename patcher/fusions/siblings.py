@@ -1,4 +1,4 @@
-"""`siblings`: any linear layers of one module that are given one tensor, as one."""
+"""`siblings`: linear layers of one module that get the same tensor, joined."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from patcher.fusions import Decision, Projections, Surroundings, called_with
 
 
 class Siblings(Projections):
-    """One `joined_proj` in place of linear layers of a module that are given one tensor, whatever their names.
+    """One `joined_proj` in place of linear layers of a module that get the same tensor, whatever their names.
 
-    `q_a_proj` and `kv_a_proj_with_mqa` of multi-head latent attention, the projections of a gated delta net, queries,
-    keys and values with a gate, `gate_proj` and `up_proj`. Of a module in which several variables are given to several
-    layers, the variable that most layers are given is taken.
+    For example `q_a_proj` and `kv_a_proj_with_mqa` of multi-head latent attention, the projections of a gated delta
+    net, queries, keys and values with a gate, `gate_proj` and `up_proj`. If there are several such groups in a module,
+    the largest is joined.
     """
 
     name = "siblings"
@@ -27,14 +27,14 @@ class Siblings(Projections):
         groups = called_with(type(module), linear) if len(linear) > 1 else []
         return max(groups, key=len, default=None)
 
-    def decided(self, modules: Mapping[str, nn.Module], surroundings: Surroundings) -> dict[str, Decision]:
-        found = super().decided(modules, surroundings)
-        for path in modules.keys() - found.keys():
+    def decide_all(self, modules: Mapping[str, nn.Module], surroundings: Surroundings) -> dict[str, Decision]:
+        decisions = super().decide_all(modules, surroundings)
+        for path in modules.keys() - decisions.keys():
             module = modules[path]
             if len(linear := _linear(module)) > 1:
                 reason = f"no method of {type(module).__name__} calls two of {', '.join(linear)} with one variable"
-                found[path] = Decision(refusal=reason, is_told=False)
-        return found
+                decisions[path] = Decision(refusal=reason, is_told=False)
+        return decisions
 
 
 def _linear(module: nn.Module) -> list[str]:

@@ -1,4 +1,4 @@
-"""`split`: a packed linear layer as one layer for each of its parts, the other way round."""
+"""`split`: a packed linear layer as one layer for each of its parts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from patcher.fusions import (
     whole_of,
 )
 
-#: The names of packed layers, and of their parts; the first are taken that the forward knows.
+#: Patterns of names of packed layers, and the names of their parts; the first that the forward splits are used.
 _KNOWN = (
     (r"(?i)^w?qkv(_proj|_linear)?$|^query_key_value$|^c_attn$|^att_proj$", ("q_proj", "k_proj", "v_proj")),
     (r"(?i)^w?kv(_proj|_linear)?$|^(to|in_proj)_kv$|^key_value$|^c_attn$", ("k_proj", "v_proj")),
@@ -48,13 +48,12 @@ class SplitLinear(nn.Module):
     >>> packed(torch.zeros(1, 5, 8)).shape
     torch.Size([1, 5, 24])
 
-    It takes the place of the packed layer, takes what that takes, and gives what that gives: (..., in_features) ->
-    (..., out_features), the parts one behind the other in each of the blocks. Its `weight` and `bias` are put together
-    of those of the parts, which are what is trained and written to.
+    It has the inputs and outputs of the packed layer: (..., in_features) -> (..., out_features), in each block part by
+    part. Its `weight` and `bias` are read-only, joined from those of the parts, which are trained.
 
     Args:
-        sizes: part -> its outputs, in the order in which they lie.
-        blocks: how many equal blocks the outputs lie in, each with its share of every part, as heads do.
+        sizes: part -> its number of outputs, in the order of the outputs.
+        blocks: the number of equal blocks, as heads, each with its share of every part.
     """
 
     def __init__(
@@ -71,29 +70,29 @@ class SplitLinear(nn.Module):
         for name, size in sizes.items():
             self.add_module(name, nn.Linear(in_features, size, bias, device, dtype))
 
-    #: of a class that is made for a packed layer: the class of that, and how its rows lie
+    #: the class of the packed layer, and the order of its rows: set by subclasses
     _original: ClassVar[type[Any]] = nn.Linear
     _rows: ClassVar[PackedRows]
 
     @classmethod
     def from_module(cls, packed: nn.Module) -> Self:
-        """The parts of a packed layer, with values of their own."""
+        """Return the split form of a packed layer, with new values."""
         weight, bias = packed._parameters["weight"], packed._parameters["bias"]
         assert weight is not None
         in_features = weight.shape[0 if isinstance(packed, Conv1D) else 1]
         return cls(in_features, cls._rows.sizes, cls._rows.blocks, bias=bias is not None, dtype=weight.dtype)
 
     def to_module(self) -> nn.Module:
-        """A packed layer of the same shape."""
+        """Return a packed layer of the same shape, with new values."""
         if self._original is Conv1D:  # which always has a bias
             return Conv1D(self.out_features, self.in_features)  # type: ignore[no-untyped-call]
-        made: nn.Module = self._original(self.in_features, self.out_features, bias=self.bias is not None)
-        return made
+        packed: nn.Module = self._original(self.in_features, self.out_features, bias=self.bias is not None)
+        return packed
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as nn.Linear has it
-        return self._joined([part(input) for part in self._modules.values()])  # type: ignore[misc]
+        return self._join([part(input) for part in self._modules.values()])  # type: ignore[misc]
 
-    def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """(..., size) of each part -> (..., out_features)."""
         if self.blocks == 1:
             return torch.cat(parts, dim=-1)  # type: ignore[arg-type]
@@ -102,38 +101,38 @@ class SplitLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """That of the packed layer, to be read."""
+        """The weight of the packed layer, read-only."""
 
-        def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-            whole = self._joined([part.T for part in parts])
+        def join_weights(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+            whole = self._join([part.T for part in parts])
             return whole if self._original is Conv1D else whole.T
 
-        return whole_of(self._own("weight"), join)
+        return whole_of(self._parameters_of("weight"), join_weights)
 
     @property
     def bias(self) -> torch.Tensor | None:
-        parts = self._own("bias")
-        return whole_of(parts, self._joined) if parts else None
+        parts = self._parameters_of("bias")
+        return whole_of(parts, self._join) if parts else None
 
-    def _own(self, name: str) -> list[nn.Parameter]:
+    def _parameters_of(self, name: str) -> list[nn.Parameter]:
         parts = [part._parameters.get(name) for part in self._modules.values() if part is not None]
         if any(part is not None and type(part) is not nn.Parameter for part in parts):
             raise AttributeError(name)  # quantized, or split over processes
         return [part for part in parts if part is not None]
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("weight", "bias"):  # which can't be put together
-            raise AttributeError(self._told(name))
+        if name in ("weight", "bias"):  # the property raised an AttributeError
+            raise AttributeError(self._describe(name))
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("weight", "bias"):
             raise PatchConflictError(
-                f"{self._told(name)}. Set those, or take the split off with Patcher().apply(model)."
+                f"{self._describe(name)}. Set those, or take the split off with Patcher().apply(model)."
             )
         super().__setattr__(name, value)
 
-    def _told(self, name: str) -> str:
+    def _describe(self, name: str) -> str:
         parts = ", ".join(f"{part}.{name}" for part in self._modules)
         return f"the {name} of the packed layer is split: its values are in {parts}"
 
@@ -148,25 +147,25 @@ class Split(Fusion):
     >>> Patcher(fusions=[Split({"in_proj": ["gate", "hidden"]}), Split()])
     Patcher(fusions=[Split(parts={'in_proj': ('gate', 'hidden')}), 'split'])
 
-    For adapters on queries and values only, and for types, quantization and scales by part. Which rows are whose is
-    read from the forward, which assigns what it takes apart to variables of such names: see `packed_rows`.
+    For adapters on queries and values only, and for dtypes, quantization and scales by part. Which rows belong to
+    which part is derived from the forward, which splits the output into variables of such names: see `packed_rows`.
     """
 
     name = "split"
     subject = "a packed linear layer (qkv, query_key_value, c_attn, kv_proj, gate_up_proj, ...)"
 
-    #: name of a packed layer -> those of its parts; without any, the names that are common
+    #: name of a packed layer -> names of its parts; empty: the common names
     parts: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
     def __init__(self, parts: Mapping[str, Iterable[str]] | None = None, modules: str | Iterable[str] = ()) -> None:
-        """Split layers of other names than the common ones.
+        """Split packed layers, by default those of common names.
 
         Args:
-            parts: name of a packed layer -> those of its parts, in words of the variables of the forward.
+            parts: name of a packed layer -> names of its parts, in words of the variables of the forward.
             modules: paths of packed layers, as in the other families.
 
         Raises:
-            InvalidPatcherError: a layer has fewer than two parts, or one of them twice, or a name isn't one.
+            InvalidPatcherError: a layer has fewer than two parts, or one of them twice, or a name is invalid.
         """
         super().__init__(modules)
         if parts is not None:
@@ -174,16 +173,16 @@ class Split(Fusion):
 
     def decide(self, path: str, module: nn.Module, surroundings: Surroundings) -> Decision | None:
         owner_path, _, name = path.rpartition(".")
-        named = [self.parts[name]] if name in self.parts else []
+        candidates = [self.parts[name]] if name in self.parts else []
         if not self.parts:
-            named = [parts for pattern, parts in _KNOWN if re.search(pattern, name)]
-        if not named or not path or next(module.parameters(), None) is None:
+            candidates = [parts for pattern, parts in _KNOWN if re.search(pattern, name)]
+        if not candidates or not path or next(module.parameters(), None) is None:
             return None
         if reason := _other_than_linear(module) or surroundings.sharing(path, module, "it"):
             return Decision(refusal=reason)
         owner = surroundings.modules[owner_path]
         reasons = []
-        for parts in named:
+        for parts in candidates:
             try:
                 rows = packed_rows(owner, name, parts)
             except NotUnderstoodError as error:
@@ -205,13 +204,13 @@ def _checked(parts: Any) -> dict[str, tuple[str, ...]]:
             "write Split({'qkv': ['q_proj', 'k_proj', 'v_proj']})."
         )
     checked = {}
-    for name, given in parts.items():
-        listed = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
-        if len(listed) < 2 or len(set(listed)) < len(listed) or not all(map(_is_name, (name, *listed))):
+    for name, value in parts.items():
+        names = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+        if len(names) < 2 or len(set(names)) < len(names) or not all(map(_is_name, (name, *names))):
             raise InvalidPatcherError(
-                f"Split: {name!r} has the parts {given!r}; write the names of two or more, each once, without dots."
+                f"Split: {name!r} has the parts {value!r}; write the names of two or more, each once, without dots."
             )
-        checked[name] = listed
+        checked[name] = names
     return checked
 
 
@@ -220,7 +219,7 @@ def _is_name(name: Any) -> bool:
 
 
 def _other_than_linear(module: nn.Module) -> str:
-    """Why a layer can't be computed by plain linear ones, "" if it can."""
+    """Why a layer can't be split into plain linear layers, "" if it can."""
     if type(module) not in (nn.Linear, Conv1D) and not (isinstance(module, nn.Linear) and _computes_as_linear(module)):
         return f"it is a {type(module).__qualname__}, and not known to compute what nn.Linear or Conv1D does"
     reason = more_than_a_weight_and_bias(module)
@@ -228,7 +227,7 @@ def _other_than_linear(module: nn.Module) -> str:
 
 
 def _computes_as_linear(module: nn.Linear) -> bool:
-    """Whether a class that has nothing but a forward of its own computes the same, to the bit and in this type."""
+    """Whether a subclass that only overrides forward computes the same, to the bit and in this dtype."""
     bases = type(module).__mro__[: type(module).__mro__.index(nn.Linear)]
     if {name for base in bases for name in vars(base) if not name.startswith("__")} - {"forward"}:
         return False
@@ -238,7 +237,7 @@ def _computes_as_linear(module: nn.Linear) -> bool:
         features = torch.randn(1, 5, 8, dtype=module.weight.dtype)
         try:
             return torch.equal(small(features), nn.functional.linear(features, small.weight, small.bias))
-        except Exception:  # it depends on the sizes of this one
+        except Exception:  # its forward depends on the sizes of the module
             return False
 
 

@@ -13,7 +13,7 @@ from patcher.construction.class_rules import Match
 from patcher.construction.construction import Construction
 from patcher.construction.gates import cover_new_classes
 from patcher.construction.modules_by_path import rebuilt
-from patcher.fusions.families import is_our_own
+from patcher.fusions.families import is_builtin
 from patcher.fusions.fused_module import FusedModule, fuse, fuse_all
 from patcher.resolution.resolution import NO_CHANGE, Resolution, resolve_standing
 
@@ -21,7 +21,7 @@ from patcher.resolution.resolution import NO_CHANGE, Resolution, resolve_standin
 def keep_arguments(construction: Construction) -> None:
     """Have constructor arguments kept, if modules may be built again: of families that aren't ours it isn't known."""
     patchers = [entry.patcher for entry in construction.rules.entries]
-    if any(each.module_mapping or not all(map(is_our_own, each.fusions)) for each in patchers):
+    if any(each.module_mapping or not all(map(is_builtin, each.fusions)) for each in patchers):
         construction.arguments = {}
         cover_new_classes(construction.rules)
 

@@ -32,7 +32,7 @@ from patcher.functions.models import (
     swap_functions,
 )
 from patcher.fusions.base import Fusion
-from patcher.fusions.families import fusion_named, shortest
+from patcher.fusions.families import fusion_named, name_or_fusion
 from patcher.fusions.finding import discover
 from patcher.fusions.fused_module import takes_modules
 from patcher.layouts.carried import fused_weights
@@ -195,7 +195,7 @@ def resolve_standing(
                     f"{replaced[path].__qualname__}; take one of them away."
                 )
             claimed[path] = named
-        kept = {path: each.layouts for path, each in already.items() if each.fusion == shortest(fusion)}
+        kept = {path: each.layouts for path, each in already.items() if each.fusion == name_or_fusion(fusion)}
         fused |= {path: unrebound(type(modules[path])) for path in kept}
         layouts |= kept
         refused.update(found.refused)

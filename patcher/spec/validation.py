@@ -15,7 +15,7 @@ from patcher.compat.conversions import copy_transform, source_patterns
 from patcher.errors import InvalidPatcherError, PatchConflictError, did_you_mean
 from patcher.expressions import check_number, checked_expression
 from patcher.fusions.base import Fusion
-from patcher.fusions.families import shortest
+from patcher.fusions.families import name_or_fusion
 from patcher.layouts.transforms import describe, identity
 from patcher.patterns import ROOT, check_path, is_expression
 from patcher.spec.forward_of import ForwardOf
@@ -156,7 +156,7 @@ def _fusions(field: str, values: Any) -> tuple[str | Fusion, ...]:
             f"{field} takes no mapping, found {values!r}; write Patcher.from_fusion_config({values!r})."
         )
     instead = "write a name, or an object of a Fusion subclass"
-    return tuple(dict.fromkeys(map(shortest, _listed(field, values, str | Fusion | type, "a fusion", instead))))
+    return tuple(dict.fromkeys(map(name_or_fusion, _listed(field, values, str | Fusion | type, "a fusion", instead))))
 
 
 def _groups(field: str, values: Any) -> Groups:

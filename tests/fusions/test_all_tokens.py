@@ -179,7 +179,7 @@ def test_the_source_says_what_runs() -> None:
     cls: Any = fused_class_of(SequentialExperts(all_tokens=True), experts_in(tiny_mixtral_config()))
     source = inspect.getsource(cls.forward)
 
-    assert "for number in range(len(self)):\n" in source
+    assert "for expert_idx in range(len(self)):\n" in source
     assert "one_hot" not in source
     assert "nonzero" not in source
 

@@ -108,7 +108,7 @@ CHANGES = {
     "self.attn.k_proj.requires_grad_(False)": "k_proj.weight is frozen, and others of q_proj.weight, k_proj.weight, v",
     "self.attn.k_proj.register_buffer('more', torch.zeros(1))": "k_proj has parameters of its own besides weight and",
     "self.attn.k_proj.register_forward_hook(print)": "k_proj has hooks",
-    "self.attn.v_proj = nn.Bilinear(8, 8, 8)": "v_proj is a Bilinear, no nn.Linear",
+    "self.attn.v_proj = nn.Bilinear(8, 8, 8)": "v_proj is a Bilinear, not an nn.Linear",
     "self.attn.v_proj = None": "v_proj is absent",
     "self.attn.forward = functools.partial(Attention.forward, self.attn)": "its forward was replaced on the object",
 }

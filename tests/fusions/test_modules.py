@@ -191,7 +191,7 @@ def test_it_is_a_value() -> None:
 @pytest.mark.parametrize(
     ("modules", "message"),
     [
-        ([], r"QKV: modules=\[\] names none; leave it out for all that can be fused"),
+        ([], r"QKV: modules=\[\] is empty; leave it out to fuse all that can be"),
         ("", r"QKV: modules: the empty path is ambiguous"),
         (
             r"\.self_attn$",

@@ -124,7 +124,7 @@ def test_a_bias_that_only_some_projections_have_is_a_parameter_of_its_own() -> N
 
 ROWS = r"Attention\.q_proj is rows of qkv_proj and not a module: "
 IN_PLACE = r"Attention\.q_proj\.weight is rows of qkv_proj\.weight and takes values in place only: "
-HELD = r"its weight takes the values of a new parameter, and this one is held elsewhere too"
+HELD = r"its weight takes the values of a new parameter, and there are other references to this one"
 KEPT = nn.Parameter(values(64, 64))
 
 
@@ -298,12 +298,12 @@ REFUSED: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
     "a parameter of eight bits": (
         lambda attention: setattr(attention.q_proj, "weight", torch.zeros(64, 64, dtype=torch.int8)),
         PatchConflictError,
-        ROWS + "its weight or what it is given is quantized",
+        ROWS + "its weight or the assigned tensor is quantized",
     ),
     "a parameter without values": (
         lambda attention: setattr(attention.q_proj, "weight", torch.zeros(64, 64, device="meta")),
         PatchConflictError,
-        ROWS + r"its weight or what it is given has its values elsewhere \(it is on the meta device\)",
+        ROWS + r"its weight or the assigned tensor has no values yet \(it is on the meta device\)",
     ),
     "another shape": (
         lambda attention: setattr(attention.q_proj, "weight", nn.Parameter(torch.zeros(3, 3))),
@@ -397,7 +397,7 @@ def test_weights_that_are_quantized_take_none(folder: Path) -> None:
     attention = attention_of(load(folder))
     codes = nn.Parameter(torch.zeros(attention.qkv_proj.weight.shape, dtype=torch.int8), requires_grad=False)
     attention.qkv_proj.weight = codes
-    with pytest.raises(PatchConflictError, match="its weight or what it is given is quantized" + ADVICE):
+    with pytest.raises(PatchConflictError, match="its weight or the assigned tensor is quantized" + ADVICE):
         attention.q_proj = layer(requires_grad=False)
 
 

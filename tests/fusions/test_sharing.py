@@ -113,13 +113,13 @@ REFUSED = {
         "z = x * 1\nz[0] = x[0]",
     ],
     "it writes into 'out'": ["torch.add(x, 1, out=x)"],
-    "torch's relu_ may change what it is given": ["F.relu_(x)"],
-    "torch's _foreach_mul_ may change": ["torch._foreach_mul_([x], 2)"],
-    "torch's imul may change": ["operator.imul(x, 2)"],
-    "torch's instance_norm may change": ["F.instance_norm(x, x[0, 0], x[0, 1])"],
+    "torch's relu_ may modify its arguments": ["F.relu_(x)"],
+    "torch's _foreach_mul_ may modify": ["torch._foreach_mul_([x], 2)"],
+    "torch's imul may modify": ["operator.imul(x, 2)"],
+    "torch's instance_norm may modify": ["F.instance_norm(x, x[0, 0], x[0, 1])"],
     "ReLU has inplace=True": ["self.act_in(x)", "self.chain(x)"],
-    "what 't.view(-1).add_(1)' is isn't known": ["self.write_method(x)"],
-    "what it calls isn't known": [
+    "the type of 't.view(-1).add_(1)' isn't known": ["self.write_method(x)"],
+    "the called function isn't known": [
         'getattr(x, "add_")(1)',
         'name = "add_"\ngetattr(x, name)(1)',
         "(lambda t: writes(t))(x)",
@@ -150,13 +150,13 @@ REFUSED = {
     "sorted() may run anything": ["sorted([x], key=lambda z: z.add_(1).sum())"],
     "no_grad is a class": ["@torch.no_grad()\ndef do():\n    pass"],
     "exec() may run anything": ["exec('x.add_(1)')"],
-    "what 'self.k_proj' is isn't known": ["self.k_proj.register_forward_hook(print)"],
+    "the type of 'self.k_proj' isn't known": ["self.k_proj.register_forward_hook(print)"],
     "a loop over 'self.layers', which isn't known": [
         "for layer in self.layers:\n    layer(x)",
         "[z for z in self.layers]",
     ],
     # row 28: what a method does tells its object, not its name
-    "what 'self.kept' is isn't known": ["self.kept.update(x)", "self.kept.copy(x)"],
+    "the type of 'self.kept' isn't known": ["self.kept.update(x)", "self.kept.copy(x)"],
 }
 
 
@@ -199,7 +199,7 @@ def test_operators_of_an_object_that_is_not_known_may_write(operation: str, tmp_
     through = "\n    def through(self, t, odd):\n        return odd + t\n"
     module = module_of(between(operation, more, OPERATORS) + through, tmp_path / "odd.py")
 
-    assert re.search(r"\(what '(self\.odd|WRITING|odd|y)' is isn't known", QKV().refusal(module))
+    assert re.search(r"\(the type of '(self\.odd|WRITING|odd|y)' isn't known", QKV().refusal(module))
 
 
 @pytest.mark.parametrize(("name", "plain", "writing"), [("odd", [1.0], "[WRITING]"), ("_odd", 1.0, "WRITING")])
@@ -214,14 +214,14 @@ def test_another_object_of_the_class_may_hold_others(
 
     setattr(module, name, eval(writing, names))
 
-    assert f"what '{taken}' is isn't known" in QKV().refusal(module)
+    assert f"the type of '{taken}' isn't known" in QKV().refusal(module)
 
 
 def test_what_super_gives_is_not_a_value(tmp_path: Path) -> None:
     through = "\n    def through(self, t):\n        base = super()\n        base.write_method(t)\n"
     module = module_of(between("self.through(x)") + through, tmp_path / "odd.py")
 
-    assert "what 'base' is isn't known" in QKV().refusal(module)
+    assert "the type of 'base' isn't known" in QKV().refusal(module)
 
 
 #: what the projections are given, of `y` that was made before them; and what is between them then
@@ -352,7 +352,7 @@ FUNCTIONS = {
     "exec('def helper(t): return t')": "the source of helper can't be read",
     "def helper(t):\n    return t.transpose_(0, 1)": "'t.transpose_(0, 1)' (it may write in place)",
     "def helper(t, *more, **named):\n    return named.get('u', more)[0].add_(1)": "(it may write in place)",
-    "def helper(t, n=KEPT):\n    n.append(t)": "what 'n' is isn't known",
+    "def helper(t, n=KEPT):\n    n.append(t)": "the type of 'n' isn't known",
     "def helper(t, n=1, *more, m=None, **named):\n    n = n * 2\n    return t * n + (0 if m is None else m)": "",
     "def helper(t):\n    if t.dim() > 9:\n        return None\n    return [z * 2 for z in t.unbind()]": "",
     "".join(f"def f{n}(t):\n    return f{n + 1}(t)\n\n\n" for n in range(9)) + "helper = f0": "(it goes too deep)",
@@ -481,7 +481,7 @@ STATES = {
     "state = extra.get_conv_state(0) if extra else x\nstep(x, state)": r"'state\.copy_.*' \(it may write in place\)",
     "state = extra.get_conv_state(0)\nstate = x\nstep(x, state)": r"'state\.copy_.*' \(it may write in place\)",
     "state = extra.view(0)\nstep(x, state)": r"'state\.copy_.*' \(it may write in place\)",
-    "state = self.kept.get_conv_state(0)\nstep(x, state)": r"what 'self\.kept' is isn't known",
+    "state = self.kept.get_conv_state(0)\nstep(x, state)": r"the type of 'self\.kept' isn't known",
     "state = extra.get_conv_state(0)\nstate.set_(x)\nstep(x, state)": r"'state\.set_\(x\)' \(it may write in place\)",
 }
 

@@ -1,4 +1,4 @@
-"""Which forward a class of experts gets: that of its declaration, or of an adapter for those that have none."""
+"""The forwards of experts with linear layers: by the declaration of their class, or by an adapter."""
 
 # mypy: disable-error-code="call-overload, no-any-return, no-untyped-call, operator, override"
 from __future__ import annotations
@@ -16,7 +16,7 @@ from patcher.fusions.experts.matrices import Matrices
 
 
 class Gated(LinearExperts):
-    """Declares nothing, and is as transformers' decorator has it by default."""
+    """For a class without a declaration, with the defaults of transformers' decorator."""
 
     has_gate, has_bias, is_transposed, is_concatenated = True, False, False, True
 
@@ -32,7 +32,7 @@ class SummedInFloat32(LinearExperts):
 
 
 class WithIdentities(LinearExperts):
-    """The last experts return what they are given. They have gate and up projections all the same."""
+    """The last experts return their input, though they have gate and up projections."""
 
     counts: ClassVar[dict[str, str]] = {"num_routed_experts": "down_proj", "total_experts": "gate_up_proj"}
     may_be_incomplete = True
@@ -51,7 +51,7 @@ class WithIdentities(LinearExperts):
 
 
 class InEqualParts(LinearExperts):
-    """The caller gives each expert as many rows as any other, those of the first, of the second and so on."""
+    """The caller passes the same number of rows for each expert, in the order of the experts."""
 
     @classmethod
     def stacks(cls, module: Any) -> list[Matrices]:
@@ -71,7 +71,7 @@ class InEqualParts(LinearExperts):
 
 
 class InParts(LinearExperts):
-    """The caller gives each expert its rows, and says how many. An expert is one linear layer."""
+    """The caller passes the rows of each expert and their numbers. An expert is one linear layer."""
 
     counts: ClassVar[dict[str, str]] = {"num_experts": "weight"}
     gives_all_tokens = False
@@ -82,11 +82,11 @@ class InParts(LinearExperts):
 
     def forward(self, inputs: torch.Tensor, expert_size: list[int]) -> torch.Tensor:
         parts = inputs.split(expert_size, dim=0)
-        return torch.cat([self[number](parts[number]) for number in range(len(self))], dim=0)
+        return torch.cat([self[expert_idx](parts[expert_idx]) for expert_idx in range(len(self))], dim=0)
 
 
 class Shared(LinearExperts):
-    """Every expert gets every token, and its weights for them."""
+    """Every expert gets every token, and a weight for each."""
 
     counts: ClassVar[dict[str, str]] = {"n_shared_experts": "down_proj"}
 
@@ -106,7 +106,7 @@ class Shared(LinearExperts):
     forward_of_all_tokens: ClassVar[Any] = forward
 
 
-#: Class -> its forward with linear layers, or why there is none.
+#: Class -> its form with linear layers, or why there isn't one.
 ADAPTERS: dict[str, type[LinearExperts] | str] = {
     "inkling.modeling_inkling.InklingSharedExperts": Shared,
     "inkling2.modeling_inkling2.Inkling2Experts": SummedInFloat32,
@@ -127,10 +127,10 @@ _HOW = (
 
 
 def linear_experts(cls: type[nn.Module]) -> type[LinearExperts] | str:
-    """The class with the forward for linear layers, or why there is none.
+    """Return the class with the forward for linear layers, or why there isn't one.
 
-    What a class declares is about the forward that it declares it for. Another one, of a subclass or put there by
-    another tool, may do anything. So the functions that run decide, each time that this is called.
+    A declaration is about the forward of the declaring class. Another one, of a subclass or assigned by another tool,
+    may do anything, so the function that runs is checked at each call.
     """
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
     forward = vars(owner)["forward"]

@@ -1,4 +1,4 @@
-"""The forward of experts that are linear layers, as their class declares it."""
+"""The forward of experts as linear layers, by the declaration of their class."""
 
 # mypy: disable-error-code="operator"
 from __future__ import annotations
@@ -16,79 +16,79 @@ from patcher.errors import InvalidPatcherError
 from patcher.fusions import FusedModule
 from patcher.fusions.experts.matrices import Matrices
 
-#: What a class declares: transformers' decorator sets these, a class of one's own has them in its body.
+#: The attributes that a class declares, by transformers' decorator or in its body.
 DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
-class _Texts:
-    """Name -> text of what a class of linear experts has besides the members of its original."""
+class _MemberSources:
+    """Name -> source of the members that a class of linear experts adds to its original."""
 
     def __get__(self, instance: Any, cls: type[LinearExperts]) -> dict[str, str]:
-        found: dict[str, str] = {}
+        sources: dict[str, str] = {}
         for base in cls.__mro__:
             members = vars(base).items() if issubclass(base, LinearExperts) else ()
             for name, value in members:
                 if name in DECLARED:
-                    found.setdefault(name, f"{name} = {value!r}\n")
-                elif isinstance(value, FunctionType) and name not in found and name != "forward_of_all_tokens":
-                    text = dedent(inspect.getsource(value))
-                    found[name] = text.replace(f"def {value.__name__}(", f"def {name}(", 1)
-        return found
+                    sources.setdefault(name, f"{name} = {value!r}\n")
+                elif isinstance(value, FunctionType) and name not in sources and name != "forward_of_all_tokens":
+                    source = dedent(inspect.getsource(value))
+                    sources[name] = source.replace(f"def {value.__name__}(", f"def {name}(", 1)
+        return sources
 
 
 class LinearExperts(FusedModule, ListedExperts):
-    """What transformers' `@use_experts_implementation` declares, with a linear layer in the place of each matrix.
+    """Experts as transformers' `@use_experts_implementation` declares them, with a linear layer for each matrix.
 
-    It computes what the eager forward of such a class does. The declared attributes (`has_gate`, `is_concatenated`,
-    ...), `_apply_gate`, `act_fn` and `post_expert_norm` are those of the class itself, looked up when they are used.
+    They compute the eager forward of such a class. The declared attributes (`has_gate`, `is_concatenated`, ...),
+    `_apply_gate`, `act_fn` and `post_expert_norm` are those of the original class, looked up when they are used.
     """
 
-    _rewritten: ClassVar[Any] = _Texts()
+    _rewritten: ClassVar[Any] = _MemberSources()
 
-    #: Attribute -> the stack whose number of experts it is.
+    #: Attribute with a number of experts -> the stack with so many.
     counts: ClassVar[dict[str, str]] = {"num_experts": "down_proj"}
-    #: Whether stacks may have different numbers of experts, so that the last ones lack layers.
+    #: Whether stacks may have different numbers of experts, so that the last experts lack layers.
     may_be_incomplete: ClassVar[bool] = False
-    #: Whether there is a forward in which every expert sees every token.
+    #: Whether there is a forward in which every expert computes every token.
     gives_all_tokens: ClassVar[bool] = True
 
     @classmethod
     def stacks(cls, module: Any) -> list[Matrices]:
-        """Which layers the stacks of a module become.
+        """Return the layouts of the stacks of a module.
 
         Raises:
-            InvalidPatcherError: the module lacks what its class declares.
+            InvalidPatcherError: the module lacks an attribute that its class declares.
         """
-        says: Any = cls if hasattr(cls, "has_gate") else module
-        if missing := [name for name in DECLARED if not hasattr(says, name)]:
+        owner: Any = cls if hasattr(cls, "has_gate") else module
+        if missing := [name for name in DECLARED if not hasattr(owner, name)]:
             raise InvalidPatcherError(f"it has no {missing[0]}: its __init__ doesn't call that of the declared class")
-        called = ["_apply_gate" if says.has_gate else "act_fn"]
-        called += ["post_expert_norm"] if getattr(module, "has_post_expert_norm", False) else []
-        if missing := [name for name in called if not callable(getattr(module, name, None))]:
+        required = ["_apply_gate" if owner.has_gate else "act_fn"]
+        required += ["post_expert_norm"] if getattr(module, "has_post_expert_norm", False) else []
+        if missing := [name for name in required if not callable(getattr(module, name, None))]:
             raise InvalidPatcherError(f"it has no {missing[0]}, which a forward by its declaration calls")
-        first, layers = ("gate_up_proj", ("gate_proj", "up_proj")) if says.has_gate else ("up_proj", ("up_proj",))
-        found = []
+        first, layers = ("gate_up_proj", ("gate_proj", "up_proj")) if owner.has_gate else ("up_proj", ("up_proj",))
+        stacks = []
         for name, parts in ((first, layers), ("down_proj", ("down_proj",))):
-            interleaved = len(parts) > 1 and not says.is_concatenated
+            interleaved = len(parts) > 1 and not owner.is_concatenated
             weights = tuple(f"{part}.weight" for part in parts)
-            found.append(Matrices((name,), layers=weights, transposed=says.is_transposed, interleaved=interleaved))
-            if says.has_bias:
+            stacks.append(Matrices((name,), layers=weights, transposed=owner.is_transposed, interleaved=interleaved))
+            if owner.has_bias:
                 biases = tuple(f"{part}.bias" for part in parts)
-                found.append(Matrices((f"{name}_bias",), layers=biases, interleaved=interleaved))
-        return found
+                stacks.append(Matrices((f"{name}_bias",), layers=biases, interleaved=interleaved))
+        return stacks
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         output = self.empty_output(hidden_states, top_k_weights)
-        # (experts, choices, tokens). A choice of one expert more than there are is none.
+        # (experts, choices, tokens). An index of `len(self)` isn't an expert.
         mask = nn.functional.one_hot(top_k_index, len(self) + 1).permute(2, 1, 0)[: len(self)]
-        # On the CPU, where looking an expert up by its number doesn't wait for an accelerator each time. And not in a
-        # method: one that is given a tensor and returns it is a graph of its own for torch.compile.
+        # Indices on the CPU, as each lookup of an expert would wait for an accelerator. Not in a method of its own,
+        # which torch.compile would trace as a separate graph.
         hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero() if not self.every_expert_runs() else None
-        for number in range(len(self)) if hit is None else hit.flatten().cpu():
-            position, token = torch.where(mask[number])
-            rows = self.run_expert(self[number], hidden_states[token]) * top_k_weights[token, position, None]
+        for expert_idx in range(len(self)) if hit is None else hit.flatten().cpu():
+            position, token = torch.where(mask[expert_idx])
+            rows = self.run_expert(self[expert_idx], hidden_states[token]) * top_k_weights[token, position, None]
             output.index_add_(0, token, rows.to(output.dtype))
         return output.to(hidden_states.dtype)
 
@@ -96,13 +96,13 @@ class LinearExperts(FusedModule, ListedExperts):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         output = self.empty_output(hidden_states, top_k_weights)
-        # (tokens, experts). A choice of one expert more than there are is none.
+        # (tokens, experts). An index of `len(self)` isn't an expert.
         weights = top_k_weights.new_zeros(top_k_weights.shape[0], len(self) + 1)
         weights = weights.scatter_add(1, top_k_index, top_k_weights)
-        for number in range(len(self)):
-            weight = weights[:, number, None]
-            rows = (self.run_expert(self[number], hidden_states) * weight).to(output.dtype)
-            # Not the product with a weight of zero alone: an expert that wasn't chosen may overflow.
+        for expert_idx in range(len(self)):
+            weight = weights[:, expert_idx, None]
+            rows = (self.run_expert(self[expert_idx], hidden_states) * weight).to(output.dtype)
+            # Not only a weight of zero: the output of an expert that wasn't chosen may overflow.
             output.add_(rows.masked_fill(weight == 0, 0))
         return output.to(hidden_states.dtype)
 

@@ -1,4 +1,4 @@
-"""The matrices of experts: a stack of all of them, or one linear layer for each, and how one becomes the other."""
+"""The layout of expert weights: a stack of matrices, or one linear layer for each matrix."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Matrices(Layout):
     True
 
     Attributes:
-        stock: the stack; one name.
-        fused: the parameters of the layers, expert by expert, which follow from the shape of the stack.
-        layers: those of one expert; several (gate and up) in the order of their rows.
-        transposed: the stack is `(experts, in, out)`, with the input on the left of the matrices.
-        interleaved: the parts of an expert take turns, row by row; otherwise one comes after the other.
+        stock: the name of the stack.
+        fused: the parameters of the layers, expert by expert, derived from the shape of the stack.
+        layers: the parameters of one expert; several (gate and up) in the order of their rows.
+        transposed: the stack is `(experts, in, out)`.
+        interleaved: the rows of the parts of an expert alternate; otherwise one part comes after the other.
     """
 
     layers: tuple[str, ...] = ()
@@ -47,16 +47,16 @@ class Matrices(Layout):
             raise InvalidPatcherError(
                 f"{self.stock[0]} of the shape {shape} can't be cut into {self.parts} equal parts for each expert"
             )
-        return replace(layout, fused=tuple(f"{number}.{name}" for number in range(shape[0]) for name in self.layers))
+        return replace(layout, fused=tuple(f"{expert}.{name}" for expert in range(shape[0]) for name in self.layers))
 
     @property
     def parts(self) -> int:
-        """How many layers an expert has of this stack."""
+        """The number of layers of an expert in this stack."""
         return len(self.layers)
 
     def fused_shapes(self) -> list[torch.Size]:
-        _, *one = self.stock_shapes[0]
-        rows, *columns = reversed(one) if self.transposed else one
+        _, *matrix_shape = self.stock_shapes[0]
+        rows, *columns = reversed(matrix_shape) if self.transposed else matrix_shape
         return [torch.Size((rows // self.parts, *columns))] * len(self.fused)
 
     def fuse(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -72,7 +72,7 @@ class Matrices(Layout):
 
     @torch.no_grad()
     def separate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The stack of what `fuse` gave, byte for byte.
+        """Return the stack of the parameters that `fuse` gave, byte for byte.
 
         Raises:
             ValueError: there are more or fewer parameters than the stack has, or they differ in dtype or shape.
@@ -82,17 +82,17 @@ class Matrices(Layout):
         stack = tensors[0].new_empty(self.stock_shapes[0])
         for name, piece, tensor in zip(self.fused, self._pieces(stack), tensors, strict=True):
             if tensor.shape != piece.shape or tensor.dtype != stack.dtype:
-                found, wanted = (f"{tuple(each.shape)}, {each.dtype}" for each in (tensor, piece))
-                raise ValueError(f"{name} is {found}, and {self.stock[0]} needs {wanted}")
+                actual, expected = (f"{tuple(value.shape)}, {value.dtype}" for value in (tensor, piece))
+                raise ValueError(f"{name} is {actual}, and {self.stock[0]} needs {expected}")
             piece.copy_(tensor)
         return [stack]
 
     def _pieces(self, stack: torch.Tensor) -> list[torch.Tensor]:
-        """The part of the stack that each parameter is, as views."""
+        """Return the views of the stack for the parameters, in the order of `fused`."""
         matrices = stack.transpose(1, 2) if self.transposed else stack
         parts = self.parts
         if self.interleaved:
-            cut = [matrices[:, part::parts] for part in range(parts)]
+            part_stacks = [matrices[:, part::parts] for part in range(parts)]
         else:
-            cut = list(matrices.chunk(parts, dim=1))
-        return [piece for expert in zip(*(part.unbind() for part in cut), strict=True) for piece in expert]
+            part_stacks = list(matrices.chunk(parts, dim=1))
+        return [piece for expert in zip(*(part.unbind() for part in part_stacks), strict=True) for piece in expert]

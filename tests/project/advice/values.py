@@ -235,7 +235,7 @@ def a_fusion_config_as_fusions(at: Place) -> Steps:
     assert written(said, r"write (.*)\.$") == Patcher(fusions="qkv")
 
 
-@advice("{}: modules={} names none; leave it out for all that can be fused.")
+@advice("{}: modules={} is empty; leave it out to fuse all that can be.")
 def no_paths(at: Place) -> Steps:
     yield lambda: QKV(modules=[])
     assert same(load(at.llama, Patcher(fusions=QKV())), at.llama)

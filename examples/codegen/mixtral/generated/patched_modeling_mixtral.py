@@ -237,14 +237,14 @@ class MixtralExperts(ListedExperts):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         output = torch.zeros_like(hidden_states)
-        # (experts, choices, tokens). A choice of one expert more than there are is none.
+        # (experts, choices, tokens). An index of `len(self)` isn't an expert.
         mask = nn.functional.one_hot(top_k_index, len(self) + 1).permute(2, 1, 0)[: len(self)]
-        # On the CPU, where looking an expert up by its number doesn't wait for an accelerator each time. And not in a
-        # method: one that is given a tensor and returns it is a graph of its own for torch.compile.
+        # Indices on the CPU, as each lookup of an expert would wait for an accelerator. Not in a method of its own,
+        # which torch.compile would trace as a separate graph.
         hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero() if not self.every_expert_runs() else None
-        for number in range(len(self)) if hit is None else hit.flatten().cpu():
-            position, token = torch.where(mask[number])
-            rows = self.run_expert(self[number], hidden_states[token]) * top_k_weights[token, position, None]
+        for expert_idx in range(len(self)) if hit is None else hit.flatten().cpu():
+            position, token = torch.where(mask[expert_idx])
+            rows = self.run_expert(self[expert_idx], hidden_states[token]) * top_k_weights[token, position, None]
             output.index_add_(0, token, rows.to(output.dtype))
         return output.to(hidden_states.dtype)
 
