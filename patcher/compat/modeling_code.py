@@ -40,7 +40,7 @@ def module_subclasses(
     """Every live subclass of `nn.Module`, each once, or those that a function chooses."""
     # It chooses first: looking into a class is what takes long.
     found = dict.fromkeys(chosen(_subclasses(nn.Module)))
-    return [cls for cls in found if "_patcher_stands_for" not in cls.__dict__ and REBOUND not in cls.__dict__]
+    return [cls for cls in found if REBOUND not in cls.__dict__]
 
 
 @lru_cache(maxsize=1)
@@ -64,9 +64,12 @@ def is_architecture_module(name: str) -> bool:
     return name.startswith(("transformers.models.", "transformers_modules.", "transformers.modeling_layers"))
 
 
-def custom_modeling_modules() -> set[str]:
-    """The modules outside transformers that define a `PreTrainedModel`: they are modeling code as well."""
-    return {cls.__module__ for cls in _subclasses(PreTrainedModel) if not is_modeling_module(cls.__module__)}
+def of_modeling_code(classes: Iterable[type[nn.Module]]) -> set[type[nn.Module]]:
+    """Those of some classes that modeling code defines, also in a module of a package that defines a model itself."""
+    listed = set(classes)
+    others = {cls for cls in listed if not is_modeling_module(cls.__module__)}
+    homes = {model.__module__ for model in _subclasses(PreTrainedModel)} if others else ()
+    return {cls for cls in listed if cls not in others or cls.__module__ in homes}
 
 
 def chosen_in(registry: Any, config: Any) -> tuple[str, str] | None:

@@ -268,7 +268,7 @@ def what_looks_like_a_path(at: Place) -> Steps:
         assert same(load(at.llama, Patcher(fusions=GateUp(modules=instead))), at.llama)
 
 
-@advice("Narrow one of them, or add the exact name, which wins: {}: ...")
+@advice("Narrow one of them, or add the exact {}, which wins: {}: ...")
 def two_expressions_of_one_class(at: Place) -> Steps:
     both = {"^LlamaML": OwnMLP, "aMLP$": WideMLP}
     said = yield lambda: load(at.llama, Patcher(both))
@@ -278,7 +278,7 @@ def two_expressions_of_one_class(at: Place) -> Steps:
     assert with_both.resolve(LlamaForCausalLM, LlamaConfig(num_hidden_layers=1)).replaced
 
 
-@advice("Narrow one of them, or add the exact path, which wins: {}: ...")
+@advice("Narrow one of them, or add the exact {}, which wins: {}: ...")
 def two_patterns_of_one_path(at: Place) -> Steps:
     both = {"**.mlp": OwnMLP, "model.layers.*.mlp": WideMLP}
     said = yield lambda: load(at.llama, Patcher(module_mapping=both))
