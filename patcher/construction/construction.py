@@ -83,9 +83,7 @@ class Construction:
     _building: list[nn.Module] = field(init=False, default_factory=list)
     _noted: dict[type[nn.Module], Match] = field(init=False, default_factory=dict)
 
-    def replaced(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_foreign: bool
-    ) -> bool:
+    def replaced(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_foreign: bool) -> bool:
         """Make a bare object one of what is in force in place of its class; False if its own code is to run.
 
         To be called by what takes the place of a constructor.

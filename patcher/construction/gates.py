@@ -129,9 +129,9 @@ class Cover:
                 # Somebody who has put something else there keeps it; what they wrapped goes on passing through.
                 if gate is not None and vars(cls).get("__init__") is gate.after:
                     if gate.before is None:
-                        del cls.__init__
+                        del cls.__init__  # type: ignore[misc]
                     else:
-                        cls.__init__ = gate.before  # type: ignore[method-assign]
+                        cls.__init__ = gate.before  # type: ignore[misc]
 
 
 def _is_module_class(value: Any) -> bool:

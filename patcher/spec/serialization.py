@@ -4,7 +4,7 @@
 {"schema": 1, "fusions": ["qkv"], "new_weights": ["adapter"]}
 ```
 
-What is read may come from anyone. So it must be JSON of limited size, and nothing in it is ever looked up by what it
+What is read may come from anyone. So it must be JSON, and nothing in it is ever looked up by what it
 says: fusions come from a table, classes from an allow-list. All else the constructor of `Patcher` judges.
 """
 
@@ -18,7 +18,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
 from transformers.core_model_loading import WeightTransform
 
 from patcher.errors import InvalidPatcherError
@@ -34,8 +33,6 @@ FILE_NAME = "patcher.json"
 FORWARD_OF = "forward_of:"
 #: Raised by one when a dict that is written now would be misread by the release before.
 SCHEMA = 1
-#: Longer data, in characters, and larger files, in bytes, aren't those of a patcher.
-_LONGEST = 1_000_000
 _NO_CONVERSIONS = (
     "can't be written as data. Put it into the `conversion_mapping` of the class that needs it, which has a name, or "
     "pickle the patcher."
@@ -91,16 +88,11 @@ def arguments_of(data: Any, allowed: Allowed = ()) -> dict[str, Any]:
     """The arguments of the patcher that `to_dict` has written, from data that anyone may have written."""
     what = "the data of a patcher"
     try:
-        text = json.dumps(data)  # also a copy, of the types that JSON has
-        if len(text) > _LONGEST:
-            raise ValueError(f"it has {len(text):,} characters")
-        given = json.loads(text)
-        if not isinstance(given, dict):
-            raise TypeError(f"it is {reprlib.repr(given)}")
+        given = json.loads(json.dumps(data))  # a copy, of the types that JSON has
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidPatcherError(
-            f"{what}: expected an object of JSON of at most {_LONGEST:,} characters: {str(error)[:200]}."
-        ) from error
+        raise InvalidPatcherError(f"{what}: expected an object of JSON: {str(error)[:200]}.") from error
+    if not isinstance(given, dict):
+        raise InvalidPatcherError(f"{what}: expected an object of JSON, found {reprlib.repr(given)}.")
     schema = given.pop("schema", None)
     if type(schema) is not int or schema != SCHEMA:
         raise InvalidPatcherError(
@@ -134,15 +126,13 @@ def _permitted(allowed: Any) -> dict[str, Any]:
     """What may be imported, and the classes and functions that needn't be."""
     permitted: dict[str, Any] = {}
     for item in allowed if isinstance(allowed, Iterable) and not isinstance(allowed, str) else [allowed]:
-        if isinstance(item, str) and ":" in item and is_reference(item):
-            permitted[item] = None
-        elif callable(item) and hasattr(item, "__qualname__"):
-            permitted[reference(item)] = item
-        else:
+        is_text = isinstance(item, str) and ":" in item and is_reference(item)
+        if not is_text and not (callable(item) and hasattr(item, "__qualname__")):
             raise InvalidPatcherError(
                 "allowed takes classes and functions, or texts such as 'package.module:Class', found "
                 f"{reprlib.repr(item)}."
             )
+        permitted[item if is_text else reference(item)] = None if is_text else item
     return permitted
 
 
@@ -165,21 +155,10 @@ def write(data: Mapping[str, Any], folder: str | os.PathLike[str]) -> Path:
     return path
 
 
-def read(folder_or_repo: str | os.PathLike[str], places: Mapping[str, Any]) -> Any:
-    """The data in the file of a folder, or of a repo on the hub, where `places` is what `hf_hub_download` takes."""
-    path = Path(folder_or_repo, FILE_NAME)
-    if not path.parent.is_dir():
-        try:
-            path = Path(hf_hub_download(os.fspath(folder_or_repo), FILE_NAME, **places))
-        except (OSError, ValueError, RuntimeError) as error:  # of the hub: not found, no access, no network, no name
-            raise InvalidPatcherError(
-                f"{os.fspath(folder_or_repo)!r} is not a folder, and no {FILE_NAME} of such a repo on the hub can be "
-                f"fetched ({type(error).__name__}: {' '.join(str(error).split())[:300]}). Write the path of a folder "
-                "in which Patcher.save has put one."
-            ) from error
+def read(folder: str | os.PathLike[str]) -> Any:
+    """The data in the file of a folder."""
+    path = Path(folder, FILE_NAME)
     try:
-        if path.stat().st_size > 10 * _LONGEST:  # a character takes up to six, and there are spaces
-            raise ValueError(f"it has more than {10 * _LONGEST:,} bytes")
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidPatcherError(
