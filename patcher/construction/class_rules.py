@@ -66,8 +66,9 @@ class ClassRules:
     def _match_in(self, entry: InForce, cls: type[nn.Module], names: Collection[str]) -> Match | None:
         mapping = entry.patcher.class_mapping
         bound = [find_key(name, mapping, names_too=True) for name in names if entry.is_registry]
-        keys = [key for key in bound if key is not None and mapping[key] is not cls] or [self._key(entry, cls)]
-        return None if keys[0] is None else Match(keys[0], mapping[keys[0]], entry, cls)
+        key = next((key for key in bound if key is not None and mapping[key] is not cls), None)
+        key = self._key(entry, cls) if key is None else key
+        return None if key is None else Match(key, mapping[key], entry, cls)
 
     def _key(self, entry: InForce, cls: type[nn.Module]) -> str | None:
         mapping = entry.patcher.class_mapping
