@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def _replace(
                 f"module_mapping: {match.key!r} names {path}, which is {other} as well: a module at two paths is "
                 f"replaced where both are named; add {other!r} with the same class"
             )
-            outcome = Outcome(frozenset({(*named, match.key)}), {(*named, ((path, other),)): lambda: problem})
+            outcome = Outcome(frozenset({(*named, match.key)}), {(*named, ((path, other),)): partial(str, problem)})
             construction.outcome |= outcome
             return
         if its.replacement is not match.replacement:
