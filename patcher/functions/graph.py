@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from patcher.compat.held import parts_of
 from patcher.compat.modeling_code import is_architecture_module, is_modeling_module, registered
 from patcher.construction.gates import own_members
-from patcher.construction.held import parts_of
 from patcher.functions.references import Reference, references_of
 from patcher.functions.rules import FunctionRules, Hit
 from patcher.source.alike import without_kernel

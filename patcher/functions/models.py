@@ -12,15 +12,14 @@ from typing import Any
 
 from torch import nn
 
+from patcher.compat.held import attributes
 from patcher.compat.modeling_code import chosen_in, is_architecture_module, unrebound
 from patcher.compat.models import named_modules
-from patcher.construction.held import attributes
 from patcher.errors import PatchConstructionError
 from patcher.functions.graph import BUILDS, SHARED, Edge, Node, made_of
 from patcher.functions.rebinding import Rebinder, lock, rebinders
 from patcher.functions.references import references_of
-from patcher.functions.rules import Hit, Layers
-from patcher.spec.like import reference as full_name
+from patcher.functions.rules import Hit, Layers, full_name as full_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +203,9 @@ class _Search:
 
     def _runs(self, modules: list[nn.Module], edge: Edge) -> bool:
         """Whether what an edge leads to runs in some modules: not where their configs choose something else."""
-        choices = [chosen_in(edge.table, getattr(module, "config", None)) for module in modules if edge.table is not None]
+        choices = [
+            chosen_in(edge.table, getattr(module, "config", None)) for module in modules if edge.table is not None
+        ]
         if not choices or choices[0] is None or None in choices:
             return True
         self.chosen[id(edge.to)] = (_name(edge.to), *choices[0])

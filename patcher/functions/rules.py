@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from patcher.source.alike import without_kernel
-from patcher.spec.like import Like, find_like, reference
+from patcher.spec.like import Like, find_like, reference as full_name
 
 #: One function mapping after the other, the innermost first, as they are hashed and pickled.
 Layers = tuple[tuple[tuple[str, Callable[..., Any]], ...], ...]
@@ -30,7 +30,7 @@ class Hit:
 
     @property
     def name(self) -> str:
-        return reference(self.original)
+        return full_name(self.original)
 
 
 class FunctionRules:
