@@ -35,7 +35,7 @@ from transformers.modeling_utils import (
 from transformers.utils.generic import TransformersKwargs as TransformersKwargs
 from transformers.utils.hub import get_checkpoint_shard_files, has_file as _has_file
 
-from patcher.compat.modeling_code import unrebound
+from patcher.compat.modeling_code import STANDS_FOR, unrebound
 from patcher.compat.parallel import unsplit_class
 from patcher.patterns import inside
 
@@ -172,7 +172,7 @@ def named_as(model: Any, model_class: type[nn.Module]) -> Any:
     """The model, as one of a class of another name: transformers writes that name into the config that it saves."""
     if type(model).__name__.removeprefix("FSDP") == model_class.__name__:
         return model
-    namespace = {"__module__": model_class.__module__, "_patcher_stands_for": model_class}
+    namespace = {"__module__": model_class.__module__, STANDS_FOR: model_class}
     return _seen_as(model, type(model_class.__name__, (type(model),), namespace))
 
 

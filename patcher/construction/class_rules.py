@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from patcher.compat.modeling_code import classes_of_torch, is_modeling_module, module_subclasses
+from patcher.compat.modeling_code import classes_of_torch, is_modeling_module, subclasses
 from patcher.construction.in_force import InForce, Key
 from patcher.errors import PatchConflictError
 from patcher.expressions import search
@@ -45,29 +45,30 @@ class ClassRules:
         self.entries = tuple(entries)
         self.has_registry = any(entry.is_registry for entry in self.entries)
         # Both only remember what follows from `entries`, the second with what runs as these rules are made.
-        self._matches: dict[tuple[type[nn.Module], Collection[str]], Match | None] = {}
+        self._matches: dict[tuple[type[nn.Module], str], Match | None] = {}
         self._alike: dict[type[nn.Module], list[Like]] = {}
         self._replacements = {cls for entry in self.entries for cls in entry.patcher.class_mapping.values()}
 
-    def match(self, cls: type[nn.Module], names: Collection[str] = ()) -> Match | None:
+    def match(self, cls: type[nn.Module], name: str = "") -> Match | None:
         """What is built in place of `cls`.
 
         Args:
-            names: those to which the modeling code has bound it: to the registry they count as well as its own.
+            name: the name to which modeling code has bound it: to the registry that counts as well as its own.
 
         Raises:
             PatchConflictError: two expressions of a patcher ask for different replacements.
         """
-        if (cls, names) not in self._matches:
-            matches = (self._match_in(entry, cls, names) for entry in self.entries)
-            self._matches[cls, names] = next((match for match in matches if match is not None), None)
-        return self._matches[cls, names]
+        name = "" if name == cls.__name__ else name
+        if (cls, name) not in self._matches:
+            matches = (self._match_in(entry, cls, name) for entry in self.entries)
+            self._matches[cls, name] = next((match for match in matches if match is not None), None)
+        return self._matches[cls, name]
 
-    def _match_in(self, entry: InForce, cls: type[nn.Module], names: Collection[str]) -> Match | None:
+    def _match_in(self, entry: InForce, cls: type[nn.Module], name: str) -> Match | None:
         mapping = entry.patcher.class_mapping
-        bound = [find_key(name, mapping, names_too=True) for name in names if entry.is_registry]
-        key = next((key for key in bound if key is not None and mapping[key] is not cls), None)
-        key = self._key(entry, cls) if key is None else key
+        key = find_key(name, mapping, names_too=True) if name and entry.is_registry else None
+        if key is None or mapping[key] is cls:
+            key = self._key(entry, cls)
         return None if key is None else Match(key, mapping[key], entry, cls)
 
     def _key(self, entry: InForce, cls: type[nn.Module]) -> str | None:
@@ -93,21 +94,20 @@ class ClassRules:
         likes = [key for key in keys if isinstance(key, Like)]
         expressions = [key for key in keys if not isinstance(key, Like) and (keys[key] or is_expression(key))]
 
-        def named(known: Collection[type[nn.Module]]) -> list[type[nn.Module]]:
-            found = [cls for cls in known if cls.__name__ in keys]
-            if expressions:
-                found += [cls for cls in known if any(search(key, cls.__name__) for key in expressions)]
-            if likes:
-                alike = may_match(likes, set(known) - classes_of_torch())
-                found += [cls for cls in alike if is_modeling_module(cls.__module__) or self._likes_of(cls)]
-            return found
+        def is_named(cls: type[nn.Module]) -> bool:
+            name = cls.__name__
+            return name in keys or (bool(expressions) and any(search(key, name) for key in expressions))
 
-        return module_subclasses(named)
+        found = subclasses(nn.Module, is_named)
+        if likes:
+            alike = may_match(likes, set(subclasses(nn.Module)) - classes_of_torch())
+            found += [cls for cls in alike if is_modeling_module(cls.__module__) or self._likes_of(cls)]
+        return found
 
-    def concerns(self, cls: type[nn.Module], names: Collection[str] = ()) -> bool:
+    def concerns(self, cls: type[nn.Module], name: str = "") -> bool:
         """Whether a mapping names `cls`. Two expressions that disagree about it are an error when it is built."""
         try:
-            return self.match(cls, names) is not None
+            return self.match(cls, name) is not None
         except PatchConflictError:
             return True
 

@@ -83,33 +83,33 @@ class Construction:
     _building: list[nn.Module] = field(init=False, default_factory=list)
     _noted: dict[type[nn.Module], Match] = field(init=False, default_factory=dict)
 
-    def replaced(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_foreign: bool) -> bool:
-        """Make a bare object one of what is in force in place of its class; False if its own code is to run.
+    def replaced(
+        self, cls: type[nn.Module], name: str, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> nn.Module | None:
+        """Build what is in force in place of `cls`; None if nothing is, or the caller's own code is to build that.
 
         To be called by what takes the place of a constructor.
 
         Args:
-            is_foreign: its class isn't one of modeling code.
+            name: to which modeling code has bound the class, "" for its own.
+            module: the bare object of `cls`, if there is one yet.
         """
-        cls, caller = type(module), calling_module(2)
-        if self.arguments is not None:
+        if module is not None and self.arguments is not None:
             self.arguments[id(module)] = (module, args, kwargs)
         # Inside of a replacement's own code a class is what its name says: only what modeling code builds there is
         # replaced. Otherwise a replacement could not wrap an object of the class that it replaces.
-        is_left_alone = (is_foreign or self._building) and not is_modeling_module(caller)
-        if is_left_alone or any(module is each for each in self._building):
-            return False
-        names: tuple[str, ...] = ()
-        if self.rules.has_registry and caller in sys.modules:
-            names = tuple(name for name, value in list(vars(sys.modules[caller]).items()) if value is cls)
-        match = self.rules.match(cls, names)
+        is_inside = bool(self._building) and not is_modeling_module(calling_module(2))
+        if is_inside or any(module is each for each in self._building):
+            return None
+        match = self.rules.match(cls, name)
         if match is None:
-            return False
+            return None
         if match.replacement is cls:  # whatever the outer patchers say
             self._note(match)
-            return False
+            return None
+        module = cls.__new__(cls) if module is None else module
         self.build(module, match, args, kwargs)
-        return True
+        return module
 
     def end(self) -> None:
         """Do what is left to do when the model is built."""

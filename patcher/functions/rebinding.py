@@ -17,7 +17,7 @@ from types import CellType, FunctionType
 from typing import Any
 
 from patcher.compat.modeling_code import REBOUND
-from patcher.construction.gates import own_members
+from patcher.construction.gates import own_members, without_stand_ins
 from patcher.errors import PatchConstructionError
 from patcher.functions.graph import Edge, Graph, closure_of, is_followed, made_of
 from patcher.functions.rules import FunctionRules, Layers
@@ -62,8 +62,8 @@ class Rebinder:
         found = self.graph.nodes[id(function)].edges
         named = {edge.name: edge for edge in found if edge.name and not edge.through and self.graph.changes(edge)}
         space = function.__globals__
-        if named:
-            space = self._spaces.setdefault(id(space), dict(space))
+        if named:  # what a load in another thread has put there for a while is taken out
+            space = self._spaces.setdefault(id(space), without_stand_ins(space))
         held = closure_of(function)
         changed = {
             name for name, value in held.items() if self.graph.changes(Edge(value, hit=self.graph.hit_of(value)))

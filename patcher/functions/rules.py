@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from patcher.source.alike import without_kernel
-from patcher.spec.like import Like, find_like, reference as full_name
+from patcher.spec.like import Like, find_like, reference
 
+#: What reports call a function.
+full_name = reference
 #: One function mapping after the other, the innermost first, as they are hashed and pickled.
 Layers = tuple[tuple[tuple[str, Callable[..., Any]], ...], ...]
 

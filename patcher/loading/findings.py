@@ -171,8 +171,8 @@ def _meant(key: str, classes: Collection[str], places: Places) -> str:
         )
     if key in classes or (is_expression(key) and any(search(key, name) for name in classes)):
         return (
-            ": the model has it, but not from modeling code: what torch or a replacement builds in code of its own is "
-            "left alone. Replace the class that builds it"
+            ": the model has it, but not from modeling code: what that takes from torch's own namespace, `nn.Linear`, "
+            "and what a replacement builds in its own code, is left alone. Replace the class that builds it"
         )
     return f"; {suggest(key, classes, 'classes')}"
 

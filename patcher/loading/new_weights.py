@@ -116,7 +116,7 @@ def load_new_weights(model: PreTrainedModel, folder: str | os.PathLike[str]) -> 
             f"{path} can't be read ({type(error).__name__}: {str(error)[:300]}). Give the folder that "
             "patcher.save_new_weights(model, folder) has written."
         ) from error
-    saved, own = serialization.read(folder), _patcher_of(model).to_dict()
+    saved, own = serialization.read(folder, {}), _patcher_of(model).to_dict()
     differing = {name for name in {**own, **saved} if own.get(name) != saved.get(name)} - _SAYS_NOTHING
     if differing:
         raise InvalidPatcherError(

@@ -17,7 +17,7 @@ import transformers
 from packaging.specifiers import SpecifierSet
 from torch import nn
 
-from patcher.compat.modeling_code import is_modeling_module, module_subclasses
+from patcher.compat.modeling_code import is_modeling_module, subclasses
 from patcher.errors import PresetDriftError, warn
 from patcher.fusions.methods import why_not_its_source
 from patcher.source.alike import without_kernel
@@ -116,7 +116,7 @@ def check_built(patcher: Patcher, classes: Iterable[type] | None, *, all_there: 
                 pinned[f"{value.__module__}.{value.__name__}", key] = value
     problems = [(*each, found) for each in pinned if (found := _drifted(patcher.fingerprints[each[1]], pinned[each]))]
     if all_there and (gone := patcher.fingerprints.keys() - {key for _, key in pinned}):
-        gone -= {cls.__name__ for cls in module_subclasses()}
+        gone -= {cls.__name__ for cls in subclasses(nn.Module)}
         gone -= {name for name, _ in homes_of(gone)}
         problems += [(key, key, "and there is no such class or function") for key in gone]
     if problems:

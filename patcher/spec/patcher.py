@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, Any, Never, NoReturn, TypeVar, cast
 
+from huggingface_hub import HfApi
 from torch import nn
 from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import copy_transform, source_patterns, target_patterns
+from patcher.display import page
+from patcher.display.parts import Table
 from patcher.errors import InvalidPatcherError, NoSuchNameError, did_you_mean
 from patcher.expressions import cut
 from patcher.fusions.base import Fusion
@@ -172,6 +176,18 @@ class Patcher:
     def __repr__(self) -> str:
         return f"Patcher({', '.join(f'{name}={_argument_repr(value)}' for name, value in self._given().items())})"
 
+    def _repr_html_(self) -> str:
+        """What Jupyter shows: a row for each argument, or for each of its items; pins are folded."""
+        given = self._given()
+        pins = [(key, ", ".join(value)) for key, value in given.pop("fingerprints", {}).items()]
+        rows: list[tuple[str, ...]] = []
+        for name, value in given.items():
+            several = value if isinstance(value, tuple) else (value,)
+            items = value.items() if isinstance(value, Mapping) else [("", each) for each in several]
+            rows += [(name, key, _item_repr(item)) for key, item in items]
+        parts = [Table("", ("", "", "is"), rows), Table("Pinned code", ("class", "fingerprint"), pins, is_long=True)]
+        return page.rendered(f"Patcher: {self.name}".removesuffix(": "), None, parts)
+
     def replace(self, **changes: Any) -> Patcher:
         """A copy with other values for some of the parameters.
 
@@ -257,8 +273,8 @@ class Patcher:
         return data_of.write(self.to_dict(), folder)
 
     @classmethod
-    def load(cls, folder: str | os.PathLike[str], allowed: data_of.Allowed = ()) -> Patcher:
-        """The patcher that `save` has written into a folder.
+    def load(cls, folder_or_repo: str | os.PathLike[str], allowed: data_of.Allowed = (), **places: Any) -> Patcher:
+        """The patcher that `save` has written into a folder, or `push_to_hub` into a repo on the hub.
 
         >>> import tempfile
         >>> from torch.nn import Identity
@@ -267,16 +283,30 @@ class Patcher:
         ...     Patcher.load(folder, allowed=[Identity])
         Patcher(class_mapping={'LlamaMLP': Identity})
 
-        Of a repo on the hub: `Patcher.load(huggingface_hub.snapshot_download(repo))`.
-
         Args:
-            folder: where `patcher.json` is.
+            folder_or_repo: a folder, or the name of a repo.
             allowed: as in `from_dict`: nothing else is imported.
+            places: where in the hub, as `hf_hub_download` takes it: `revision`, `token`, `subfolder`, `cache_dir`, ...
 
         Raises:
             InvalidPatcherError: there is no such file, or as in `from_dict`.
         """
-        return cls.from_dict(data_of.read(folder), allowed)
+        return cls.from_dict(data_of.read(folder_or_repo, places), allowed)
+
+    def push_to_hub(
+        self, repo_id: str, *, token: str | bool | None = None, private: bool | None = None, **options: Any
+    ) -> str:
+        """Put the patcher into a repo on the hub, as `patcher.json`: `patcher.push_to_hub("me/my-patcher")`.
+
+        The repo is made if there is none. `options` are those of `HfApi.upload_file`: `revision`, `commit_message`.
+
+        Returns:
+            The address of the commit.
+        """
+        text = json.dumps(self.to_dict(), indent=2).encode()  # before anything is sent
+        api = HfApi(token=token)
+        repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        return str(api.upload_file(path_or_fileobj=text, path_in_repo=data_of.FILE_NAME, repo_id=repo, **options))
 
     def applied(self) -> AbstractContextManager[Patcher]:
         """Patch what is built inside the block, in this thread or asyncio task only.

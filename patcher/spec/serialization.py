@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import hf_hub_download
 from transformers.core_model_loading import WeightTransform
 
 from patcher.errors import InvalidPatcherError
@@ -33,6 +34,8 @@ FILE_NAME = "patcher.json"
 FORWARD_OF = "forward_of:"
 #: Raised by one when a dict that is written now would be misread by the release before.
 SCHEMA = 1
+#: A larger file, in bytes, isn't that of a patcher.
+_LARGEST = 10_000_000
 _NO_CONVERSIONS = (
     "can't be written as data. Put it into the `conversion_mapping` of the class that needs it, which has a name, or "
     "pickle the patcher."
@@ -155,10 +158,21 @@ def write(data: Mapping[str, Any], folder: str | os.PathLike[str]) -> Path:
     return path
 
 
-def read(folder: str | os.PathLike[str]) -> Any:
-    """The data in the file of a folder."""
-    path = Path(folder, FILE_NAME)
+def read(folder_or_repo: str | os.PathLike[str], places: Mapping[str, Any]) -> Any:
+    """The data in the file of a folder, or of a repo on the hub, where `places` is what `hf_hub_download` takes."""
+    path = Path(folder_or_repo, FILE_NAME)
+    if not path.parent.is_dir():
+        try:
+            path = Path(hf_hub_download(os.fspath(folder_or_repo), FILE_NAME, **places))
+        except (OSError, ValueError, RuntimeError) as error:  # of the hub: not found, no access, no network, no name
+            raise InvalidPatcherError(
+                f"{os.fspath(folder_or_repo)!r} is not a folder, and no {FILE_NAME} of such a repo on the hub can be "
+                f"fetched ({type(error).__name__}: {' '.join(str(error).split())[:300]}). Write the path of a folder "
+                "in which Patcher.save has put one."
+            ) from error
     try:
+        if path.stat().st_size > _LARGEST:
+            raise ValueError(f"it has more than {_LARGEST:,} bytes")
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidPatcherError(

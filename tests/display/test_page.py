@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 import patcher.display
 from patcher import Patcher, Report
@@ -118,6 +119,19 @@ class Page(HTMLParser):
             self.styles += data
         else:
             self.texts += data
+
+
+def test_a_patcher_is_shown_item_by_item_and_its_pins_are_folded() -> None:
+    class Mine(nn.Module):
+        pass
+
+    shown = Patcher(
+        {re.escape(HOSTILE): Mine}, fusions=["qkv"], name="mine", fingerprints={"LlamaMLP": "0" * 16}
+    )._repr_html_()
+    assert "<script" not in shown
+    assert "<b>Patcher: </b>mine" in shown
+    assert all(text in shown for text in ("class_mapping", "Mine", "fusions", "qkv", "<summary>", "0" * 16))
+    assert "class_mapping" not in Patcher(fusions="qkv")._repr_html_()
 
 
 @pytest.mark.parametrize("name", VALUES)

@@ -46,6 +46,8 @@ def load(folder: Path, patcher: Patcher, **options: Any) -> Any:
         ("LlamaAttn", "no class of the model matches 'LlamaAttn'; nearest: LlamaAttention"),
         ("^Llama.*Norm2$", r"no class of the model matches '\^Llama\.\*Norm2\$'; nearest: LlamaRMSNorm"),
         ("Xyz", r"no class of the model matches 'Xyz'; it has Embedding, Linear, LlamaAttention, "),
+        ("Linear", "no class of the model matches 'Linear': the model has it, but not from modeling code: "),
+        ("^Embedding", r"no class of the model matches '\^Embedding': the model has it, but not from modeling code"),
     ],
 )
 def test_a_class_key_that_matches_nothing_is_named_with_what_was_meant(key: str, text: str, llama: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import nn
 
-from patcher.construction.gates import Cover, gates as gates_of
+from patcher.construction.gates import Cover, bound
 from patcher.construction.in_force import entered, registered_patcher
 from tests.support.snapshot import Snapshot, changes, snapshot
 
@@ -50,7 +50,7 @@ def imported() -> Counter[str]:
 
 def gates() -> Counter[str]:
     """What this package has in place while a patcher is in force somewhere."""
-    found = Counter(f"gate of {cls.__qualname__}" for cls in gates_of)
+    found = Counter(f"gate or stand-in: {each.key} of {each.container}" for each in bound.values())
     found += Counter(f"cover of {cover.rules.entries}" for cover in Cover.active)
     found += Counter(f"in force: {entry}" for entry in entered())
     return found + Counter(f"registered: {key}" for key in registered_patcher().class_mapping)

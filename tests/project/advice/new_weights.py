@@ -87,6 +87,8 @@ def new_weights_of_another_size(at: Place) -> Steps:
 
 
 @advice(
+    "{} is not a folder, and no {} of such a repo on the hub can be fetched ({}: {}). Write the path of a folder in "
+    "which Patcher.save has put one.",
     "{} is not the file of a patcher ({}: {}). Write it with Patcher.save.",
 )
 def a_patcher_that_is_no_file(at: Place) -> Steps:
