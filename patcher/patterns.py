@@ -39,14 +39,14 @@ def hits(name: str, mapping: Mapping[str, type[nn.Module]], *, names_too: bool =
     return list(dict.fromkeys([name, *found] if name in mapping else found))
 
 
-def agreed(keys: Sequence[K], mapping: Mapping[Any, Any], what: str, name: str) -> K | None:
+def agreed(keys: Sequence[K], mapping: Mapping[Any, Any], what: str, exact: str, kind: str = "name") -> K | None:
     """The first of the keys that match one thing; raises if they ask for different replacements."""
     for key in keys[1:]:
         if mapping[key] is not mapping[keys[0]]:
             replacements = " and ".join(getattr(mapping[each], "__qualname__", "?") for each in (keys[0], key))
             raise PatchConflictError(
                 f"{keys[0]!r} and {key!r} both match {what}, and they ask for different replacements, {replacements}. "
-                f"Narrow one of them, or add the exact name, which wins: {name!r}: ..."
+                f"Narrow one of them, or add the exact {kind}, which wins: {exact!r}: ..."
             )
     return keys[0] if keys else None
 

@@ -22,8 +22,7 @@ from huggingface_hub import constants, hf_hub_download, parse_safetensors_file_m
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import safe_open
 
-from patcher.compat.files import shards_of_index
-from patcher.compat.models import str_to_torch_dtype
+from patcher.compat.models import shards_of_index, str_to_torch_dtype
 from patcher.errors import InvalidPatcherError
 
 #: The variant as which weights in a runtime layout are written: who looks for the default names doesn't find them.

@@ -15,7 +15,7 @@ from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from patcher.compat.modeling_code import module_subclasses
+from patcher.compat.modeling_code import subclasses
 from patcher.compat.models import class_in, remote_class
 from patcher.errors import InvalidPatcherError
 
@@ -134,7 +134,7 @@ def _named(name: str, config: PretrainedConfig, model: Any, options: Options) ->
             return found
     found = getattr(transformers, str(name), None)
     # A module may register its own.
-    known = [cls for cls in module_subclasses() if cls.__name__ == name] if found is None else [found]
+    known = [cls for cls in subclasses(PreTrainedModel) if cls.__name__ == name] if found is None else [found]
     return next((cls for cls in known if isinstance(cls, type) and issubclass(cls, PreTrainedModel)), None)
 
 

@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 #: On a function that sees other globals, and on a class of such functions: what it was made of.
 REBOUND = "_patcher_rebound"
+#: On a class that passes for another one for a while: that one.
+STANDS_FOR = "_patcher_stands_for"
 
 
 def unrebound(made: T) -> T:
@@ -26,32 +28,22 @@ def unrebound(made: T) -> T:
     return found
 
 
-def _subclasses(root: type[M]) -> list[type[M]]:
-    """Every live subclass, some more than once: this must be quick, every load under a patcher asks."""
-    found, subclasses_of = [root], type.__subclasses__
-    for cls in found:
-        found += subclasses_of(cls)
-    return found[1:]
-
-
-def module_subclasses(
-    chosen: Callable[[list[type[nn.Module]]], Iterable[type[nn.Module]]] = list,
-) -> list[type[nn.Module]]:
-    """Every live subclass of `nn.Module`, each once, or those that a function chooses."""
-    # It chooses first: looking into a class is what takes long.
-    found = dict.fromkeys(chosen(_subclasses(nn.Module)))
-    return [cls for cls in found if "_patcher_stands_for" not in cls.__dict__ and REBOUND not in cls.__dict__]
+def subclasses(root: type[M], is_meant: Callable[[type[M]], bool] = lambda cls: True) -> list[type[M]]:
+    """Every live subclass that is meant, each once, without those that were made of others for one model."""
+    found, chosen = [root], dict[type[M], None]()
+    for (
+        cls
+    ) in found:  # which grows. One pass, for every load under a patcher asks, and looking into a class takes long
+        found += type.__subclasses__(cls)
+        if is_meant(cls) and REBOUND not in cls.__dict__ and STANDS_FOR not in cls.__dict__:
+            chosen[cls] = None
+    return [cls for cls in chosen if cls is not root]
 
 
 @lru_cache(maxsize=1)
 def classes_of_torch() -> frozenset[type[nn.Module]]:
     """The classes of modules that torch itself had at the first call, which a load need not look at."""
-    return frozenset(cls for cls in _subclasses(nn.Module) if cls.__module__.startswith("torch."))
-
-
-def model_classes() -> list[type[PreTrainedModel]]:
-    """Every live class of models, those apart that were made of others."""
-    return [cls for cls in dict.fromkeys(_subclasses(PreTrainedModel)) if REBOUND not in cls.__dict__]
+    return frozenset(cls for cls in subclasses(nn.Module) if cls.__module__.startswith("torch."))
 
 
 def is_modeling_module(name: str) -> bool:
@@ -64,9 +56,12 @@ def is_architecture_module(name: str) -> bool:
     return name.startswith(("transformers.models.", "transformers_modules.", "transformers.modeling_layers"))
 
 
-def custom_modeling_modules() -> set[str]:
-    """The modules outside transformers that define a `PreTrainedModel`: they are modeling code as well."""
-    return {cls.__module__ for cls in _subclasses(PreTrainedModel) if not is_modeling_module(cls.__module__)}
+def of_modeling_code(classes: Iterable[type[nn.Module]]) -> set[type[nn.Module]]:
+    """Those of some classes that modeling code defines, also in a module of a package that defines a model itself."""
+    listed = set(classes)
+    others = {cls for cls in listed if not is_modeling_module(cls.__module__)}
+    homes = {model.__module__ for model in subclasses(PreTrainedModel)} if others else ()
+    return {cls for cls in listed if cls not in others or cls.__module__ in homes}
 
 
 def chosen_in(registry: Any, config: Any) -> tuple[str, str] | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,13 +33,17 @@ from transformers.modeling_utils import (
     str_to_torch_dtype as str_to_torch_dtype,
 )
 from transformers.utils.generic import TransformersKwargs as TransformersKwargs
+from transformers.utils.hub import get_checkpoint_shard_files, has_file as _has_file
 
-from patcher.compat.modeling_code import unrebound
+from patcher.compat.modeling_code import STANDS_FOR, unrebound
 from patcher.compat.parallel import unsplit_class
 from patcher.patterns import inside
 
 #: What of `PreTrainedModel` says something of one class, and not of what it loads.
 _OF_ONE_CLASS = ("config_class", "_auto_class", "model_tags")
+
+#: The keyword arguments of `from_pretrained` that say where in the hub a file is.
+_PLACES = ("cache_dir", "local_files_only", "proxies", "revision", "token")
 
 #: Whether a program is exported. Releases of torch before 2.7 don't tell it from one that is compiled.
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
@@ -166,7 +172,7 @@ def named_as(model: Any, model_class: type[nn.Module]) -> Any:
     """The model, as one of a class of another name: transformers writes that name into the config that it saves."""
     if type(model).__name__.removeprefix("FSDP") == model_class.__name__:
         return model
-    namespace = {"__module__": model_class.__module__, "_patcher_stands_for": model_class}
+    namespace = {"__module__": model_class.__module__, STANDS_FOR: model_class}
     return _seen_as(model, type(model_class.__name__, (type(model),), namespace))
 
 
@@ -254,6 +260,29 @@ def unreported(
         del model.__dict__["_adjust_missing_and_unexpected_keys"]
         for name, keys in left_out.items():
             setattr(info, name, getattr(info, name) | keys)
+
+
+def has_file(path: str | os.PathLike[str], name: str, options: Mapping[str, Any]) -> bool:
+    """Whether a folder, or a repo on the hub, has a file; of the hub nothing else is requested.
+
+    Args:
+        options: the keyword arguments of `from_pretrained`, some of which say where the file is.
+    """
+    below = f"{options['subfolder']}/{name}" if options.get("subfolder") else name
+    return bool(_has_file(path, below, **{key: options[key] for key in _PLACES if options.get(key) is not None}))
+
+
+def shards_of_index(index: Path) -> dict[str, list[str]]:
+    """The files that an index names, in the order in which a load reads them, and the keys in each.
+
+    Raises:
+        Exception: what a load raises where it isn't an index.
+    """
+    _, found = get_checkpoint_shard_files(str(index.parent), str(index))  # type: ignore[no-untyped-call]
+    shards: dict[str, list[str]] = {name: [] for name in sorted(set(found["weight_map"].values()))}
+    for key, name in found["weight_map"].items():
+        shards[name].append(key)
+    return shards
 
 
 def remote_class(reference: str, repo: str, **places: Any) -> type[PreTrainedModel]:

@@ -56,13 +56,9 @@ class Seam:
         """What it is called in messages: `PreTrainedModel.post_init`."""
         return self.place.partition(":")[2]
 
-    def find(self) -> tuple[Any, str]:
-        """Its owner, and its name there."""
-        return find(self.place, *self.parameters)
-
     def install(self) -> None:
         """Have the function called in its place."""
-        owner, name = self.find()
+        owner, name = find(self.place, *self.parameters)
         stock = inspect.getattr_static(owner, name)
         function = stock.__func__ if isinstance(stock, classmethod | staticmethod) else stock
 
@@ -182,7 +178,7 @@ def install(seams: Iterable[Seam]) -> None:
     with _lock:
         ready = [each for each in seams if each not in _installed and is_imported(each.module)]
         for each in ready:
-            each.find()
+            find(each.place, *each.parameters)
         for each in ready:
             each.install()
             _installed.add(each)

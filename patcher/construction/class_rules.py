@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from patcher.compat.modeling_code import classes_of_torch, is_modeling_module, module_subclasses
+from patcher.compat.modeling_code import classes_of_torch, is_modeling_module, subclasses
 from patcher.construction.in_force import InForce, Key
 from patcher.errors import PatchConflictError
 from patcher.expressions import search
-from patcher.patterns import find_key, hits, is_expression, matches_path
+from patcher.patterns import agreed, find_key, hits, is_expression, matches_path
 from patcher.spec.forward_of import ForwardOf
 from patcher.spec.like import Like, find_like, may_match
 
@@ -43,14 +43,10 @@ class ClassRules:
 
     def __init__(self, entries: Iterable[InForce]) -> None:
         self.entries = tuple(entries)
+        self.has_registry = any(entry.is_registry for entry in self.entries)
         # Both only remember what follows from `entries`, the second with what runs as these rules are made.
         self._matches: dict[tuple[type[nn.Module], str], Match | None] = {}
         self._alike: dict[type[nn.Module], list[Like]] = {}
-        keys = [(key, entry.is_registry) for entry in self.entries for key in entry.patcher.class_mapping]
-        self._exact = frozenset(key for key, _ in keys)
-        self._likes = list(dict.fromkeys(key for key, _ in keys if isinstance(key, Like)))
-        texts = [(key, loose) for key, loose in dict.fromkeys(keys) if not isinstance(key, Like)]
-        self._expressions = [key for key, loose in texts if loose or is_expression(key)]
         self._replacements = {cls for entry in self.entries for cls in entry.patcher.class_mapping.values()}
 
     def match(self, cls: type[nn.Module], name: str = "") -> Match | None:
@@ -62,11 +58,11 @@ class ClassRules:
         Raises:
             PatchConflictError: two expressions of a patcher ask for different replacements.
         """
-        place = cls, "" if name == cls.__name__ else name
-        if place not in self._matches:
-            matches = (self._match_in(entry, *place) for entry in self.entries)
-            self._matches[place] = next((match for match in matches if match is not None), None)
-        return self._matches[place]
+        name = "" if name == cls.__name__ else name
+        if (cls, name) not in self._matches:
+            matches = (self._match_in(entry, cls, name) for entry in self.entries)
+            self._matches[cls, name] = next((match for match in matches if match is not None), None)
+        return self._matches[cls, name]
 
     def _match_in(self, entry: InForce, cls: type[nn.Module], name: str) -> Match | None:
         mapping = entry.patcher.class_mapping
@@ -77,29 +73,36 @@ class ClassRules:
 
     def _key(self, entry: InForce, cls: type[nn.Module]) -> str | None:
         mapping = entry.patcher.class_mapping
-        key = find_key(cls.__name__, mapping, names_too=entry.is_registry)
         # What isn't a name is about modeling code, not about the replacements beside it.
-        if key == cls.__name__ or cls in self._replacements:
-            return key if key == cls.__name__ else None
-        return find_like(cls, mapping, self._likes_of(cls)) if key is None and self._likes else key
+        if cls in self._replacements:
+            return cls.__name__ if cls.__name__ in mapping else None
+        key = find_key(cls.__name__, mapping, names_too=entry.is_registry)
+        return find_like(cls, mapping, self._likes_of(cls)) if key is None else key
 
     def _likes_of(self, cls: type[nn.Module]) -> list[Like]:
         if cls not in self._alike:
-            self._alike[cls] = [key for key in self._likes if key.matches(cls)]
+            self._alike[cls] = [key for key in self._keys() if isinstance(key, Like) and key.matches(cls)]
         return self._alike[cls]
+
+    def _keys(self) -> dict[str, bool]:
+        """All class keys, with whether the registry has them: there a name is an expression as well."""
+        return {key: entry.is_registry for entry in self.entries for key in entry.patcher.class_mapping}
 
     def classes(self) -> list[type[nn.Module]]:
         """All classes whose name is a key of some mapping, or has a key found in it, or that a key may be like."""
-        return module_subclasses(self._named)
+        keys = self._keys()
+        likes = [key for key in keys if isinstance(key, Like)]
+        expressions = [key for key in keys if not isinstance(key, Like) and (keys[key] or is_expression(key))]
 
-    def _named(self, known: Collection[type[nn.Module]]) -> list[type[nn.Module]]:
-        named = [cls for cls in known if cls.__name__ in self._exact]
-        if self._expressions:
-            named += [cls for cls in known if any(search(key, cls.__name__) for key in self._expressions)]
-        if self._likes:
-            alike = may_match(self._likes, set(known) - classes_of_torch())
-            named += [cls for cls in alike if is_modeling_module(cls.__module__) or self._likes_of(cls)]
-        return named
+        def is_named(cls: type[nn.Module]) -> bool:
+            name = cls.__name__
+            return name in keys or (bool(expressions) and any(search(key, name) for key in expressions))
+
+        found = subclasses(nn.Module, is_named)
+        if likes:
+            alike = may_match(likes, set(subclasses(nn.Module)) - classes_of_torch())
+            found += [cls for cls in alike if is_modeling_module(cls.__module__) or self._likes_of(cls)]
+        return found
 
     def concerns(self, cls: type[nn.Module], name: str = "") -> bool:
         """Whether a mapping names `cls`. Two expressions that disagree about it are an error when it is built."""
@@ -132,13 +135,9 @@ class ClassRules:
             return None
         entry, first = found[0]
         mapping = entry.patcher.module_mapping
-        for other, key in found[1:]:
-            if other is entry and first != path and mapping[key] is not mapping[first]:
-                raise PatchConflictError(
-                    f"module_mapping: {first!r} and {key!r} both name {path}, and they ask for different "
-                    f"replacements, {mapping[first].__qualname__} and {mapping[key].__qualname__}. Narrow one "
-                    f"of them, or add the exact path, which wins: {path!r}: ..."
-                )
+        if first != path:
+            keys = [key for other, key in found if other is entry]
+            agreed(keys, mapping, f"the module {path}", path, "path")
         return Match(first, mapping[first], entry, cls, "module_mapping")
 
     def matched(self, match: Match) -> set[Key]:

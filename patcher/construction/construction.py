@@ -111,6 +111,11 @@ class Construction:
         self.build(module, match, args, kwargs)
         return module
 
+    def end(self) -> None:
+        """Do what is left to do when the model is built."""
+        for finish in self.at_end:
+            finish()
+
     def _note(self, match: Match) -> None:
         """Remember which keys have had an effect."""
         if self._noted.get(match.original) is not match:
@@ -192,8 +197,7 @@ def construction_here() -> Iterator[Construction | None]:
         construction = Construction(ClassRules(entries), by_hand=True)
         with entering(Block(construction=construction)):
             yield construction
-            for finish in construction.at_end:
-                finish()
+            construction.end()
         tell_blocks(construction.outcome)
     else:
         yield construction

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
-from patcher.compat.modeling_code import custom_modeling_modules, is_modeling_module, model_classes, module_subclasses
+from patcher.compat.modeling_code import STANDS_FOR, is_modeling_module, of_modeling_code, subclasses
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, construction_here
 from patcher.construction.in_force import Block, entered, entering
@@ -31,8 +31,6 @@ from patcher.construction.lock import process_lock
 from patcher.construction.meta_init import watch_parameters
 from patcher.source.alike import IN_PLACE_OF
 from patcher.source.importing import Watcher
-
-_STANDS_FOR = "_patcher_stands_for"
 
 
 class Bound(NamedTuple):
@@ -105,8 +103,8 @@ def without_stand_ins(namespace: Mapping[str, Any]) -> dict[str, Any]:
 def _unwrapped(value: Any) -> Any:
     """What a name is bound to where nothing stands in for it."""
     if isinstance(value, type):
-        return value.__dict__.get(_STANDS_FOR, value)
-    if type(value) is tuple and any(isinstance(each, type) and _STANDS_FOR in vars(each) for each in value):
+        return value.__dict__.get(STANDS_FOR, value)
+    if type(value) is tuple and any(isinstance(each, type) and STANDS_FOR in vars(each) for each in value):
         return tuple(map(_unwrapped, value))
     return value
 
@@ -124,7 +122,7 @@ def _stand_in(name: str, original: Any) -> Any:
 
     class StandIn(meta):  # type: ignore[misc]
         def __new__(mcs, name: str, bases: tuple[type, ...], body: dict[str, Any], **kwargs: Any) -> Any:
-            if _STANDS_FOR in body:
+            if STANDS_FOR in body:
                 return super().__new__(mcs, name, bases, body)
             return meta(name, tuple(_unwrapped(base) for base in bases), body, **kwargs)  # somebody subclasses it
 
@@ -146,7 +144,7 @@ def _stand_in(name: str, original: Any) -> Any:
         def __hash__(cls) -> int:
             return hash(original)
 
-    body = {_STANDS_FOR: original, "__module__": original.__module__, "__qualname__": original.__qualname__}
+    body = {STANDS_FOR: original, "__module__": original.__module__, "__qualname__": original.__qualname__}
     return StandIn(original.__name__, (original,), body)
 
 
@@ -168,7 +166,6 @@ class Cover:
         self._places: set[tuple[int, Any]] = set()
         #: the ids of modules that were looked into for stand-ins
         self._seen: set[int] = set()
-        self._custom: set[str] = set()
         #: classes that are named and can't have a gate
         self._foreign: set[type[nn.Module]] = set()
         with process_lock:
@@ -179,31 +176,23 @@ class Cover:
 
     def add_all(self) -> None:
         """Put gates on all classes of modeling code that are named, and on models, and stand-ins for the others."""
-        named = module_subclasses() if self.all_classes else self.rules.classes()
-        if not all(is_modeling_module(cls.__module__) for cls in named):
-            self._custom = custom_modeling_modules()
-        for cls in (*named, *(model_classes() if self.models else ())):
-            self._add(cls)
-        ungated = [cls for cls in named if (id(cls), "__init__") not in self._places]
-        self._foreign = set(filter(self.rules.concerns, ungated))
-        needs_names = self._foreign or any(entry.is_registry for entry in self.rules.entries)
-        for name, module in list(sys.modules.items()) if needs_names else ():
+        named = subclasses(nn.Module) if self.all_classes else self.rules.classes()
+        ours = of_modeling_code(named)
+        for cls in (*ours, *(subclasses(PreTrainedModel) if self.models else ())):
+            self._bind(cls, "__init__", functools.partial(_gate, cls))
+        self._foreign = {cls for cls in named if cls not in ours and self.rules.concerns(cls)}
+        for name, module in list(sys.modules.items()) if self._foreign or self.rules.has_registry else ():
             if is_modeling_module(name) and isinstance(module, ModuleType):
                 self._add_names(module)
 
     def add_module(self, module: ModuleType) -> None:
         """The same for a modeling module that has just been imported."""
-        for cls in filter(_is_module_class, list(vars(module).values())):
+        classes = of_modeling_code(filter(_is_module_class, list(vars(module).values())))
+        for cls in classes:
             is_model = self.models and issubclass(cls, PreTrainedModel)
             if is_model or self.all_classes or self.rules.concerns(cls):
-                self._add(cls)
+                self._bind(cls, "__init__", functools.partial(_gate, cls))
         self._add_names(module)
-
-    def _add(self, cls: type[nn.Module]) -> None:
-        """Put a gate on a class, if it is one of modeling code."""
-        is_ours = cls.__module__ in self._custom or (self.models and issubclass(cls, PreTrainedModel))
-        if is_ours or is_modeling_module(cls.__module__):
-            self._bind(cls, "__init__", functools.partial(_gate, cls))
 
     def _add_names(self, module: ModuleType) -> None:
         """Put stand-ins into the namespace of a modeling module, and into its tables."""
@@ -277,8 +266,7 @@ def building(construction: Construction) -> Iterator[None]:
     rules = construction.rules
     with in_force(Block(rules.entries, only=True, construction=construction), rules):
         yield
-        for finish in construction.at_end:
-            finish()
+        construction.end()
 
 
 def cover_new_classes(rules: ClassRules | None = None) -> None:

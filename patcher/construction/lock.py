@@ -27,8 +27,8 @@ class ConstructionLock:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        #: (thread, what for, since when) of the thread that holds it, the outermost first
-        self._holders: list[tuple[str, str, float]] = []
+        #: (thread, what for, since when) of the thread that holds it
+        self._holder: tuple[str, str, float] | None = None
 
     @contextmanager
     def held_for(self, what: str, *, or_without: bool = False) -> Iterator[None]:
@@ -41,12 +41,10 @@ class ConstructionLock:
         Raises:
             PatchConstructionError: another thread has held it for too long.
         """
-        holder: tuple[str, str, float] | None = None
-        # While others take turns, the holder changes, and nothing is stuck.
+        outer: tuple[str, str, float] | None = None
         while not self._lock.acquire(timeout=WAIT_SECONDS):
-            before, holder = holder, next(iter(self._holders), None)
-            if holder is None or (holder is not before and time.time() - holder[2] < WAIT_SECONDS):
-                continue
+            if (holder := self._holder) is None or time.time() - holder[2] < WAIT_SECONDS:
+                continue  # others take turns, and nothing is stuck
             if or_without:
                 yield
                 return
@@ -58,10 +56,11 @@ class ConstructionLock:
                 "it in vain: load that model before, and hand it over."
             )
         try:
-            self._holders.append((threading.current_thread().name, what, time.time()))
+            outer = self._holder
+            self._holder = outer or (threading.current_thread().name, what, time.time())
             yield
         finally:
-            self._holders.pop()
+            self._holder = outer
             self._lock.release()
 
     def after_fork_in_child(self) -> None:
@@ -70,7 +69,7 @@ class ConstructionLock:
             self._lock.release()
         else:
             self._lock._at_fork_reinit()  # type: ignore[attr-defined]
-            self._holders.clear()
+            self._holder = None
 
 
 #: Constructing a model rebinds `torch.nn.init`, `torch.linspace` and `tie_weights` for the whole process, so two loads

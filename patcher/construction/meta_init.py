@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from patcher.compat.held import attributes, tensors_in
 from patcher.compat.modeling_code import is_modeling_module
-from patcher.compat.models import DisableTorchFunction, named_parameters
-from patcher.construction.held import attributes, tensors_in
+from patcher.compat.models import DisableTorchFunction, named_modules, named_parameters
 from patcher.construction.in_force import construction_around
 from patcher.errors import PatchConstructionError
 
@@ -81,13 +81,13 @@ class MetaInit(NoValues):
     def in_force(self) -> Iterator[None]:
         """See to it that what has no value is on meta inside the block, and nothing else."""
         # On the stock path everything is built under `torch.device("meta")`: there buffers must be made real.
-        self.to_meta = self.to_meta or torch.empty(0).device.type == "meta"
+        self.to_meta = self.to_meta or torch.empty(0).is_meta
         if not self.to_meta:
             yield
             return
         _active.add(self)
         try:
-            with torch.device("cpu"), self:
+            with self:
                 yield
         finally:
             _active.discard(self)
@@ -118,8 +118,8 @@ class MetaInit(NoValues):
         Raises:
             PatchConstructionError: a buffer, or a tensor in a plain attribute, has no value.
         """
-        own = {id(part) for part in module.modules()}
-        for part in module.modules():
+        parts = {id(part): part for _, part in named_modules(module)}
+        for part in parts.values():
             cls = type(part)
             if is_modeling_module(cls.__module__) or cls.__module__.startswith("torch."):
                 continue
@@ -129,15 +129,19 @@ class MetaInit(NoValues):
             for name, value in attributes(part):
                 if name.startswith("_flat_weight"):  # of `nn.RNNBase`, which sees to it when a weight is set
                     continue
-                tensors = tensors_in(value, lambda each: id(each) in own)
+                tensors = tensors_in(value, lambda each: id(each) in parts)
                 if any(self._known.get(tensor, (tensor,))[0].is_meta for tensor in tensors):
                     raise without_value(cls, f"the attribute {name!r}")
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         with DisableTorchFunction():
-            lacks = any(tensor.is_meta for tensor in _tensors((*args, *kwargs.values())))
+            given = list(_tensors((*args, *kwargs.values())))
+            lacks = any(tensor.is_meta for tensor in given)
+            if not lacks and all(type(tensor) in (torch.Tensor, nn.Parameter) for tensor in given):
+                return func(*args, **kwargs)  # on the CPU, without the modes around, that have devices of their own
         if not lacks:
-            return func(*args, **kwargs)
+            with torch.device("cpu"):
+                return func(*args, **kwargs)
         try:
             result = func(*args, **kwargs)
             written = args[:1] if func is torch.Tensor.__setitem__ else ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import itertools
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from patcher.construction.class_rules import Match
 from patcher.construction.construction import Construction
 from patcher.construction.in_force import InForce, Outcome
 from patcher.errors import PatchConflictError, PatchConstructionError
+from patcher.patterns import inside
 
 
 def replace_modules(construction: Construction, model: PreTrainedModel) -> None:
@@ -28,64 +29,57 @@ def replace_modules(construction: Construction, model: PreTrainedModel) -> None:
     if not any(entry.patcher.module_mapping for entry in construction.rules.entries):
         return
     used: dict[str, frozenset[tuple[InForce, str]]] = {}
-    for depth in itertools.count():
-        paths_of: dict[int, list[str]] = {}
-        for path, module in named_modules(model):
-            paths_of.setdefault(id(module), []).append(path)
-        del paths_of[id(model)]
-        depths = [min(path.count(".") for path in paths) for paths in paths_of.values()]
-        if depth > max(depths, default=-1):
-            break
-        for at, paths in zip(depths, paths_of.values(), strict=True):
-            if at == depth and paths[0] not in used:
-                _replace(construction, model, paths, used)
+    waiting = [""]
+    for path in waiting:  # which grows, as long as there are modules inside
+        if path and path not in used:
+            _replace(construction, model, path, used)
+        children = model.get_submodule(path)._modules
+        waiting += [inside(path) + name for name, child in children.items() if child is not None]
 
 
 def _replace(
-    construction: Construction, model: nn.Module, paths: list[str], used: dict[str, frozenset[tuple[InForce, str]]]
+    construction: Construction, model: nn.Module, path: str, used: dict[str, frozenset[tuple[InForce, str]]]
 ) -> None:
-    """Replace the module at some paths, if all of them are named.
+    """Replace the module at a path, if all paths at which the model has it are named.
 
     Args:
         used: the paths that are replaced, and the keys that have done it: they mean nothing inside of that.
     """
-    rules, module = construction.rules, model.get_submodule(paths[0])
-    around = {path: _used_around(path, used) for path in paths}
-    found = {path: rules.match_path(path, stock_class(module), around[path]) for path in paths}
-    matches = {path: match for path, match in found.items() if match is not None}
-    if not matches:
+
+    def used_around(path: str) -> frozenset[tuple[InForce, str]]:
+        return frozenset().union(*(keys for outer, keys in used.items() if path.startswith(f"{outer}.")))
+
+    rules, module = construction.rules, model.get_submodule(path)
+    cls = stock_class(module)
+    match = rules.match_path(path, cls, used_around(path))
+    if match is None:
         return
-    path, match = next(iter(matches.items()))
-    if other := next((other for other in paths if other not in matches), None):
-        named = match.entry, "module_mapping"
-        problem = (
-            f"module_mapping: {match.key!r} names {path}, which is {other} as well: a module at two paths is replaced "
-            f"where both are named; add {other!r} with the same class"
-        )
-        construction.outcome |= Outcome(
-            frozenset({(*named, match.key)}), {(*named, ((path, other),)): lambda: problem}
-        )
-        return
-    for each, its in matches.items():
+    paths = [other for other, each in named_modules(model) if each is module]
+    for other in paths:
+        its = rules.match_path(other, cls, used_around(other))
+        if its is None:
+            named = match.entry, "module_mapping"
+            problem = (
+                f"module_mapping: {match.key!r} names {path}, which is {other} as well: a module at two paths is "
+                f"replaced where both are named; add {other!r} with the same class"
+            )
+            outcome = Outcome(frozenset({(*named, match.key)}), {(*named, ((path, other),)): partial(str, problem)})
+            construction.outcome |= outcome
+            return
         if its.replacement is not match.replacement:
             raise PatchConflictError(
-                f"module_mapping: {path} and {each} are one module, and {match.key!r} maps it to "
+                f"module_mapping: {path} and {other} are one module, and {match.key!r} maps it to "
                 f"{match.replacement.__qualname__}, {its.key!r} to {its.replacement.__qualname__}. Map both to "
                 "one class."
             )
     if type(module) is not match.replacement:  # as it is of a part that was loaded separately
         module = rebuilt(construction, path, module, match)
-    for path in paths:
-        parent, _, name = path.rpartition(".")
+    for other in paths:
+        parent, _, name = other.rpartition(".")
         model.get_submodule(parent)._modules[name] = module
-        keys = rules.keys_at(path, around[path])
-        used[path] = around[path].union(keys)
+        keys = rules.keys_at(other, used_around(other))
+        used[other] = used_around(other).union(keys)
         construction.outcome |= Outcome(frozenset((entry, "module_mapping", key) for entry, key in keys))
-
-
-def _used_around(path: str, used: dict[str, frozenset[tuple[InForce, str]]]) -> frozenset[tuple[InForce, str]]:
-    """The keys that have replaced what is around the module at a path."""
-    return frozenset().union(*(keys for outer, keys in used.items() if path.startswith(f"{outer}.")))
 
 
 def rebuilt(construction: Construction, path: str, module: nn.Module, match: Match) -> nn.Module:

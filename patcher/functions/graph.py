@@ -14,17 +14,16 @@ import functools
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from patcher.compat.held import parts_of
 from patcher.compat.modeling_code import is_architecture_module, is_modeling_module, registered
 from patcher.construction.gates import own_members
-from patcher.construction.held import parts_of
 from patcher.functions.references import Reference, references_of
 from patcher.functions.rules import FunctionRules, Hit
 from patcher.source.alike import without_kernel
@@ -35,6 +34,8 @@ _OTHERS = frozenset({*sys.stdlib_module_names, "torch", "numpy", "accelerate", "
 }
 #: What is looked into for functions whatever library its class is of.
 _CONTAINERS = (dict, list, tuple, set, frozenset, CellType, MethodType, functools.partial, functools.partialmethod)
+#: Kinds of edges: to what is in a table that all models share, and to a class of modules that code makes objects of.
+SHARED, BUILDS = "shared", "builds"
 
 
 class Edge(NamedTuple):
@@ -44,36 +45,29 @@ class Edge(NamedTuple):
         name: the name by which code finds it, "" in a closure or a default.
         through: what it is found through, where no other function can be put in its place for one model.
         hit: what replaces it.
+        is_kept: it is found by a global name, and not called there.
+        table: what a function is handed to: it runs where a config chooses none in this table of all models.
+        kind: "", for all that is followed, or `SHARED` or `BUILDS`.
     """
 
     to: Any  # as an attribute of type FunctionType it would pass for a method
     name: str = ""
     through: str = ""
     hit: Hit | None = None
+    is_kept: bool = False
+    table: Any = None
+    kind: str = ""
 
 
-@dataclass(eq=False)
-class Node:
-    """An object and what it refers to.
-
-    Attributes:
-        shared: (function, table) of what a function finds in tables that all models share.
-        builds: the classes of modules that it calls.
-        choices: id -> a function that runs where a config chooses none of a shared table, and the table.
-        kept: the ids of what it finds by a global name and doesn't call.
-    """
+class Node(NamedTuple):
+    """An object and what it refers to."""
 
     value: Any
-    edges: list[Edge] = field(default_factory=list)
-    shared: list[tuple[Any, str]] = field(default_factory=list)
-    builds: set[type[nn.Module]] = field(default_factory=set)
-    choices: dict[int, tuple[Any, Any]] = field(default_factory=dict)
-    kept: set[int] = field(default_factory=set)
+    edges: list[Edge]
 
-    @property
-    def hits(self) -> list[Hit]:
+    def hits(self, is_meant: Callable[[Edge], bool] = lambda edge: True) -> list[Hit]:
         """What it refers to that is replaced."""
-        return [edge.hit for edge in self.edges if edge.hit is not None]
+        return [edge.hit for edge in self.edges if edge.hit is not None and not edge.kind and is_meant(edge)]
 
 
 class Graph:
@@ -89,18 +83,13 @@ class Graph:
         """Look at what edges lead to, and at all that it refers to."""
         waiting = list(edges)
         while waiting:
-            value = waiting.pop().to
-            if id(value) in self.nodes or id(value) in self.rules.replacements:
-                continue
-            node = self.nodes[id(value)] = Node(value)
-            self._needing = None
-            if isinstance(value, FunctionType):
-                self._look_at_function(node)
-            else:
-                made = made_of(value)
-                parts = made[0] if made is not None else _held_by(value)
-                node.edges = [Edge(part, hit=self.hit_of(part)) for part in parts]
-            waiting += node.edges
+            edge = waiting.pop()
+            if edge.kind == BUILDS:
+                waiting += [member for member in self.members(edge.to) if id(member.to) not in self.nodes]
+            elif id(edge.to) not in self.nodes and id(edge.to) not in self.rules.replacements:
+                node = self.nodes[id(edge.to)] = Node(edge.to, self._edges_of(edge.to))
+                self._needing = None
+                waiting += node.edges
 
     def needs(self, value: Any) -> bool:
         """Whether something that was added leads to a function that is replaced."""
@@ -108,9 +97,9 @@ class Graph:
             referring: dict[int, list[int]] = {}
             for key, node in self.nodes.items():
                 for edge in node.edges:
-                    if edge.hit is None:
+                    if edge.hit is None and not edge.kind:
                         referring.setdefault(id(edge.to), []).append(key)
-            waiting = [key for key, node in self.nodes.items() if node.hits]
+            waiting = [key for key, node in self.nodes.items() if node.hits()]
             self._needing = set()
             while waiting:
                 key = waiting.pop()
@@ -121,19 +110,15 @@ class Graph:
 
     def changes(self, edge: Edge) -> bool:
         """Whether something else has to be put where an edge leads."""
-        return edge.hit is not None or self.needs(edge.to)
+        return not edge.kind and (edge.hit is not None or self.needs(edge.to))
 
     def reached(
-        self,
-        edges: Iterable[Edge],
-        *,
-        all_of_them: bool = False,
-        unused: Callable[[Node], Collection[int]] = lambda node: (),
+        self, edges: Iterable[Edge], is_meant: Callable[[Edge], bool] = lambda edge: True, *, all_of_them: bool = False
     ) -> Iterator[Node]:
         """The nodes from which a replaced function is reached, from some on; or all of them.
 
         Args:
-            unused: the ids of what a function has, and doesn't call.
+            is_meant: which edges are followed.
         """
         waiting, seen = [edge.to for edge in edges if edge.hit is None], set[int]()
         while waiting:
@@ -143,12 +128,14 @@ class Graph:
             seen.add(id(value))
             node = self.nodes[id(value)]
             yield node
-            left_out = unused(node)
-            followed = (edge.to for edge in node.edges if not edge.through and edge.hit is None)
-            waiting += [each for each in followed if id(each) not in left_out]
+            followed = [edge for edge in node.edges if not edge.through and not edge.kind and edge.hit is None]
+            waiting += [edge.to for edge in followed if is_meant(edge)]
 
     def members(self, cls: type) -> list[Edge]:
-        """The edges of one class to its own members."""
+        """The edges of a class to its own members, and those of the classes that it derives from."""
+        return [edge for base in filter(is_followed, cls.__mro__) for edge in self._own_members(base)]
+
+    def _own_members(self, cls: type) -> list[Edge]:
         skipped = ("__dict__", "__weakref__", "__annotations__", "__init_subclass__", "__class_getitem__")
         members = {name: value for name, value in own_members(cls).items() if name not in skipped}
         return [self.edge(value, name, name) for name, value in members.items() if not isinstance(value, type)]
@@ -165,42 +152,47 @@ class Graph:
         through = place if can_be_made else f"{place}, a {type(to).__name__}"
         return Edge(to, name, through if is_fixed or not can_be_made else "", self.hit_of(to))
 
-    def _look_at_function(self, node: Node) -> None:
-        function, references = node.value, references_of(node.value.__code__)
-        space = function.__globals__
-        tables, called, handed = list[Any](), set[int](), list[Any]()  # what it hands on: to a table, if it has one
-        if is_followed_module(space.get("__name__", "")):
-            for reference in references.read:
-                if reference.name in space:
-                    value = without_kernel(space[reference.name])
-                    tables += [value] if _is_registry(value) else []
-                    (called.add(id(value)) if reference.is_called else handed.append(value))
-                    self._read(node, value, reference)
-            node.kept = {id(value) for value in handed} - called
-            for imported in references.imported:
-                self._imported(node, *imported)
-        closed_over = closure_of(function)
+    def _edges_of(self, value: Any) -> list[Edge]:
+        if isinstance(value, FunctionType):
+            return self._edges_of_function(value)
+        made = made_of(value)
+        return [Edge(part, hit=self.hit_of(part)) for part in (made[0] if made is not None else _held_by(value))]
+
+    def _edges_of_function(self, function: FunctionType) -> list[Edge]:
+        references, space = references_of(function.__code__), function.__globals__
+        closed_over = {name: value for name, value in closure_of(function).items() if not isinstance(value, type)}
+        is_library = not is_followed_module(space.get("__name__", ""))
+        named = () if is_library else references.read
+        read = [(each, without_kernel(space[each.name])) for each in named if each.name in space]
+        called = {id(value) for reference, value in read if reference.is_called}
+        # What is handed on is handed to such a table, if there is one.
+        tables = [each for each in (*(value for _, value in read), *closed_over.values()) if _is_registry(each)]
+        edges: list[Edge] = []
+        for reference, value in read:
+            is_kept = id(value) not in called
+            edges += [edge._replace(is_kept=is_kept and edge.to is value) for edge in self._read(value, reference)]
+        for each in () if is_library else references.imported:
+            edges += self._imported(space, *each)
         for name, value in closed_over.items():
-            if not isinstance(value, type):
-                place = f"its variable {name!r}"
-                changes = f"{place}, which changes" if name in references.written_cells else ""
-                edge = self.edge(value, place)
-                node.edges.append(edge._replace(through=edge.through or changes))
-        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            if not isinstance(value, type):
-                node.edges.append(self.edge(value, "a default"))
-        tables += filter(_is_registry, closed_over.values())
-        for each in (*handed, *closed_over.values()) if tables else ():
-            if isinstance(each, FunctionType) and id(each) not in called:
-                node.choices[id(each)] = each, tables[0]
-        used = {reference.name for reference in references.read}.union(references.written)
-        for name in sorted(used & self._written_in(space)):
+            edge = self.edge(value, f"its variable {name!r}")
+            changes = f"its variable {name!r}, which changes" if name in references.written_cells else ""
+            edges.append(edge._replace(through=edge.through or changes))
+        edges = [
+            edge._replace(table=tables[0])
+            if tables and isinstance(edge.to, FunctionType) and not edge.kind and id(edge.to) not in called
+            else edge
+            for edge in edges
+        ]
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        edges += [self.edge(value, "a default") for value in defaults if not isinstance(value, type)]
+        for name in sorted({*references.written, *(each.name for each in references.read)} & self._written_in(space)):
             through = f"a function that uses the global {name!r}, which changes"
-            node.edges = [edge._replace(through=edge.through or through) for edge in node.edges]
+            edges = [edge if edge.kind else edge._replace(through=edge.through or through) for edge in edges]
         wrapped = vars(function).get("__wrapped__")
-        held = [part for edge in node.edges for part in (edge.to, *(made_of(edge.to) or ((),))[0])]
+        held = [part for edge in edges for part in (edge.to, *(made_of(edge.to) or ((),))[0])]
         if isinstance(wrapped, FunctionType) and not any(wrapped is part for part in held):
-            node.edges.append(self.edge(wrapped, "its decorator", is_fixed=True))
+            edges.append(self.edge(wrapped, "its decorator", is_fixed=True))
+        return edges
 
     def _written_in(self, space: dict[str, Any]) -> frozenset[str]:
         """The global names that functions of a module bind: a copy of its namespace would not see it."""
@@ -212,39 +204,37 @@ class Graph:
             self._written[id(space)] = frozenset(name for each in own for name in references_of(each.__code__).written)
         return self._written[id(space)]
 
-    def _read(self, node: Node, value: Any, reference: Reference) -> None:
+    def _read(self, value: Any, reference: Reference) -> list[Edge]:
         """What a function does with what a global name is bound to."""
         name, place, attributes = reference.name, reference.name, list(reference.attributes)
         while isinstance(value, ModuleType) and attributes:
             place = f"{place}.{attributes[0]}"
             value = vars(value).get(attributes.pop(0))
         if place == name and (hit := self.rules.hit(name, value)) is not None:
-            node.edges.append(Edge(value, name, hit=hit))
-        elif isinstance(value, type) and issubclass(value, nn.Module):
-            if reference.is_called and not reference.attributes:
-                node.builds.add(value)
-            elif attributes:
-                self._otherwise(node, inspect.getattr_static(value, attributes[0], None), f"{place}.{attributes[0]}")
-        elif place != name:
-            self._otherwise(node, value, place)
-        elif (shared := _shared(name, value)) or _is_registry(value):
-            node.shared += [(each, name) for each in shared]
-        else:
-            node.edges.append(self.edge(value, name, name))
+            return [Edge(value, name, hit=hit)]
+        if isinstance(value, type) and issubclass(value, nn.Module):
+            if attributes:
+                return self._otherwise(inspect.getattr_static(value, attributes[0], None), f"{place}.{attributes[0]}")
+            return [Edge(value, kind=BUILDS)] if reference.is_called and not reference.attributes else []
+        if place != name:
+            return self._otherwise(value, place)
+        if (shared := _shared(name, value)) or _is_registry(value):
+            return [Edge(each, name, hit=self.hit_of(each), kind=SHARED) for each in shared]
+        return [self.edge(value, name, name)]
 
-    def _imported(self, node: Node, level: int, module: str, name: str) -> None:
+    def _imported(self, space: dict[str, Any], level: int, module: str, name: str) -> list[Edge]:
         with contextlib.suppress(ImportError):
-            package = node.value.__globals__.get("__package__") or ""
-            full = importlib.util.resolve_name("." * level + (module or ""), package)
+            full = importlib.util.resolve_name("." * level + (module or ""), space.get("__package__") or "")
             if full in sys.modules and is_followed_module(full):
-                self._otherwise(node, vars(sys.modules[full]).get(name), f"an import of {full} where it runs")
+                return self._otherwise(vars(sys.modules[full]).get(name), f"an import of {full} where it runs")
+        return []
 
-    def _otherwise(self, node: Node, value: Any, place: str) -> None:
+    def _otherwise(self, value: Any, place: str) -> list[Edge]:
         """A value that isn't reached by a global name: one of a library is named by its module and name alone."""
         if any(value is each for each in self.rules.named.values() if each is not None):
-            node.edges.append(Edge(value, "", place, self.rules.hit("", value)))
-        elif is_followed_module(getattr(value, "__module__", None) or ""):
-            node.edges.append(self.edge(value, place, is_fixed=True))
+            return [Edge(value, "", place, self.rules.hit("", value))]
+        is_followed_one = is_followed_module(getattr(value, "__module__", None) or "")
+        return [self.edge(value, place, is_fixed=True)] if is_followed_one else []
 
 
 def made_of(value: Any) -> tuple[tuple[Any, ...], Callable[..., Any]] | None:

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
+from patcher.compat.held import attributes
 from patcher.compat.modeling_code import chosen_in, is_architecture_module, unrebound
 from patcher.compat.models import named_modules
-from patcher.construction.held import attributes
 from patcher.errors import PatchConstructionError
-from patcher.functions.graph import Edge, Node, made_of
+from patcher.functions.graph import BUILDS, SHARED, Edge, Node, made_of
 from patcher.functions.rebinding import Rebinder, lock, rebinders
 from patcher.functions.references import references_of
 from patcher.functions.rules import Hit, Layers, full_name as full_name
@@ -97,10 +97,6 @@ class _Search:
         for _, module in named_modules(model):  # by class, also where functions were replaced in a part before
             self.modules.setdefault(unrebound(type(module)), []).append(module)
         self.roots = {cls: rebinder.add(cls) for cls in self.modules}
-        for node in list(self.graph.nodes.values()):  # all at once: what needs which is found out once then
-            self.graph.add(Edge(function) for function, _ in node.shared)
-            for made in node.builds:
-                rebinder.add(made)
         #: id of an original -> what replaces it, and the classes that call it
         self.found: dict[int, tuple[Hit, dict[str, None]]] = {}
         #: the originals that are called; of the others, what the configs have chosen instead
@@ -122,7 +118,7 @@ class _Search:
             self._check_init(cls, [edge for edge in roots if edge.name == "__init__"])
         unique = {id(node): node for reached in nodes.values() for node in reached}.values()
         own = [node for node in unique if is_architecture_module(getattr(node.value, "__module__", None) or "")]
-        named = (edge for node in own for edge in node.edges)
+        named = (edge for node in own for edge in node.edges if not edge.kind)
         return Functions(
             replaced=tuple(
                 replace(hit, callers=tuple(sorted(callers)))
@@ -136,7 +132,8 @@ class _Search:
 
     def _hints(self, own: Iterable[Node]) -> Iterator[tuple[str, str]]:
         """Why replacing a function, by its name, has no effect: the later ones are more precise."""
-        for name, table in sorted({(_name(each), table) for node in own for each, table in node.shared}):
+        shared = (edge for node in own for edge in node.edges if edge.kind == SHARED)
+        for name, table in sorted({(_name(edge.to), edge.name) for edge in shared}):
             instead = "Register a function of your own there, and choose it by its name"
             if table == "ALL_ATTENTION_FUNCTIONS":
                 instead = f"For an attention of this model alone {_IN_PLACE_OF_EAGER}; or {_UNDER_A_NAME}"
@@ -161,15 +158,15 @@ class _Search:
         self.called |= {id(edge.hit.original) for edge in edges if edge.hit is not None}
         for node in self.graph.reached(edges):
             self._check_edges(node.edges, cls, node.value)
-        unused = functools.partial(self._unused, modules)
-        for node in self.graph.reached(edges, unused=unused):
-            self.called |= {id(hit.original) for hit in node.hits} - unused(node).keys()
+        runs = functools.partial(self._runs, modules)
+        for node in self.graph.reached(edges, runs):
+            self.called |= {id(hit.original) for hit in node.hits(runs)}
 
     def _check_running(self, cls: type[nn.Module], running: list[Edge]) -> None:
         """Raise for modules that are made while others run: nobody sees to what they call."""
         for node in self.graph.reached(running, all_of_them=True):
-            for made in node.builds - self.roots.keys():
-                for edge in filter(self.graph.changes, self.rebinder.add(made)):
+            for made in (edge.to for edge in node.edges if edge.kind == BUILDS and edge.to not in self.roots):
+                for edge in filter(self.graph.changes, self.graph.members(made)):
                     how = f"through a {made.__name__} that it makes each time it runs"
                     raise self._refused(edge, cls, node.value, how)
 
@@ -187,34 +184,36 @@ class _Search:
         A function of the same name that only such a table leads to is another one, and stays.
         """
         for node in nodes:
-            for function, table in node.shared:
-                edge = Edge(function, hit=self.graph.hit_of(function))
-                self.graph.add([edge])
-                reached = [hit.original for inner in self.graph.reached([edge]) for hit in inner.hits]
-                if any(id(original) in self.found for original in (function, *reached)):
-                    raise self._refused(edge, cls, node.value, f"through {table}, which all models share")
+            for edge in (each for each in node.edges if each.kind == SHARED):
+                reached = [hit.original for inner in self.graph.reached([edge]) for hit in inner.hits()]
+                if any(id(original) in self.found for original in (edge.to, *reached)):
+                    raise self._refused(edge, cls, node.value, f"through {edge.name}, which all models share")
 
     def _check_init(self, cls: type[nn.Module], init: list[Edge]) -> None:
         """Raise for a function that an `__init__` calls: it has run before functions are replaced."""
-        reached = self.graph.reached(init, unused=lambda node: node.kept)
-        hits = [hit for node in reached for hit in node.hits if id(hit.original) not in node.kept]
+
+        def calls(edge: Edge) -> bool:
+            return not edge.is_kept
+
+        hits = [hit for node in self.graph.reached(init, calls) for hit in node.hits(calls)]
         if hits:
             raise self._error(
                 cls, hits, f"{cls.__name__}.__init__ calls it, and has run before functions are replaced"
             )
 
-    def _unused(self, modules: list[nn.Module], node: Node) -> dict[int, Any]:
-        """What a function of some modules has for a choice that none of their configs makes, and what they choose."""
-        found = {}
-        for key, (default, table) in node.choices.items():
-            choices = [chosen_in(table, getattr(module, "config", None)) for module in modules]
-            if choices and choices[0] is not None and None not in choices:
-                found[key] = self.chosen[key] = (_name(default), *choices[0])
-        return found
+    def _runs(self, modules: list[nn.Module], edge: Edge) -> bool:
+        """Whether what an edge leads to runs in some modules: not where their configs choose something else."""
+        choices = [
+            chosen_in(edge.table, getattr(module, "config", None)) for module in modules if edge.table is not None
+        ]
+        if not choices or choices[0] is None or None in choices:
+            return True
+        self.chosen[id(edge.to)] = (_name(edge.to), *choices[0])
+        return False
 
     def _refused(self, edge: Edge, cls: type, where: Any, how: str) -> PatchConstructionError:
         """The error for a function that something refers to in a way that can't be changed for one model."""
-        hits = [hit for node in self.graph.reached([edge]) for hit in node.hits]
+        hits = [hit for node in self.graph.reached([edge]) for hit in node.hits()]
         line = f":{where.__code__.co_firstlineno}" if isinstance(where, FunctionType) else ""
         return self._error(
             cls,

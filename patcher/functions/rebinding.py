@@ -41,7 +41,7 @@ class Rebinder:
 
     def add(self, cls: type) -> list[Edge]:
         """Look at the functions of a class, and of those that it derives from, and at what these call."""
-        roots = [edge for base in filter(is_followed, cls.__mro__) for edge in self.graph.members(base)]
+        roots = self.graph.members(cls)
         self.graph.add(roots)
         return roots
 

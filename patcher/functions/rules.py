@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from patcher.source.alike import without_kernel
-from patcher.spec.like import Like, find_like
+from patcher.spec.like import Like, find_like, reference
 
+#: What reports call a function.
+full_name = reference
 #: One function mapping after the other, the innermost first, as they are hashed and pickled.
 Layers = tuple[tuple[tuple[str, Callable[..., Any]], ...], ...]
 
@@ -31,13 +33,6 @@ class Hit:
     @property
     def name(self) -> str:
         return full_name(self.original)
-
-
-def full_name(function: Any) -> str:
-    """`module:name` of a function."""
-    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
-    module = getattr(function, "__module__", None)
-    return f"{module}:{name}" if module else str(name)
 
 
 class FunctionRules:

@@ -22,7 +22,7 @@ from patcher.compat.conversions import (
     stock_conversions,
     stock_conversions_from_scratch,
 )
-from patcher.compat.copies import has_gradient_hooks, is_compiled, share_storage
+from patcher.compat.held import has_gradient_hooks, is_compiled, share_storage
 from patcher.compat.models import (
     ORIGINAL,
     LoadStateDictConfig,

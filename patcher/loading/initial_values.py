@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from patcher.compat.held import attributes, tensors_in
 from patcher.compat.models import (
     forget_initialized,
     get_device,
@@ -32,7 +33,6 @@ from patcher.compat.models import (
 )
 from patcher.construction.construction import Built, Construction, Placed
 from patcher.construction.gates import building
-from patcher.construction.held import attributes, tensors_in
 from patcher.construction.meta_init import MetaInit, like, without_value
 from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.layouts.sharded import one_piece, split_like

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from patcher.checkpoints.headers import VARIANT, is_default, is_layout, whole_names
-from patcher.compat.files import has_file
+from patcher.compat.models import has_file
 from patcher.errors import InvalidPatcherError, PatchedWeightsError
 from patcher.fusions.config import names_in_file
 

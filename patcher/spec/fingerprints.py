@@ -17,7 +17,7 @@ import transformers
 from packaging.specifiers import SpecifierSet
 from torch import nn
 
-from patcher.compat.modeling_code import is_modeling_module, module_subclasses
+from patcher.compat.modeling_code import is_modeling_module, subclasses
 from patcher.errors import PresetDriftError, warn
 from patcher.fusions.methods import why_not_its_source
 from patcher.source.alike import without_kernel
@@ -116,8 +116,8 @@ def check_built(patcher: Patcher, classes: Iterable[type] | None, *, all_there: 
                 pinned[f"{value.__module__}.{value.__name__}", key] = value
     problems = [(*each, found) for each in pinned if (found := _drifted(patcher.fingerprints[each[1]], pinned[each]))]
     if all_there and (gone := patcher.fingerprints.keys() - {key for _, key in pinned}):
-        gone -= {cls.__name__ for cls in module_subclasses()}
-        gone -= {name for name, _ in homes_of(gone)}
+        gone -= {cls.__name__ for cls in subclasses(nn.Module)}
+        gone -= _shipped(gone) if gone else set()
         problems += [(key, key, "and there is no such class or function") for key in gone]
     if problems:
         listed = "\n".join(
@@ -152,19 +152,13 @@ def _drifted(pins: Collection[str], pinned: Any) -> str:
     return ""
 
 
-def homes_of(names: Collection[str]) -> list[tuple[str, str]]:
-    """(name, module) of each file of transformers that defines one of the classes or functions; none is imported.
-
-    A name may be `module:name`: then it is that of this module.
-    """
-    if not names:
-        return []
+def _shipped(names: Collection[str]) -> set[str]:
+    """Those that files of transformers define of some names, bare and as `module:name`; none is imported."""
     wanted = "|".join(sorted(re.escape(name.rpartition(":")[2]) for name in names))
     head = re.compile(rf"^(?:class|def) ({wanted})\b", re.MULTILINE)
-    root = Path(transformers.__file__).parent
-    found = []
-    for path in sorted([*root.glob("models/*/modeling_*.py"), *root.glob("*.py")]):
+    root, found = Path(transformers.__file__).parent, set[str]()
+    for path in (*root.glob("models/*/modeling_*.py"), *root.glob("*.py")):
         module = ".".join(("transformers", *path.relative_to(root).with_suffix("").parts))
         for name in head.findall(path.read_text(encoding="utf-8")):
-            found += [(each, module) for each in (name, f"{module}:{name}") if each in names]
-    return sorted(found)
+            found |= {name, f"{module}:{name}"}
+    return found

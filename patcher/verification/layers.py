@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from patcher.compat.held import TORCH_ATTRIBUTES
 from patcher.compat.models import GradientCheckpointingLayer
-from patcher.construction.held import TORCH_ATTRIBUTES
 from patcher.layouts.carried import CARRIED
 from patcher.patterns import inside, is_number
 from patcher.verification.numerics import Difference, difference, floating_tensors, hooked

@@ -221,7 +221,7 @@ HOOKS = [f"patcher.loading.hooks.{name}" for name in ("making", "recorders", "sa
 def go_around(monkeypatch: pytest.MonkeyPatch, place: str) -> str:
     """Have transformers be as if a place were elsewhere; the name that it has."""
     (seam,) = (each for each in seams_in("patcher.loading.hooks.loads", *HOOKS) if each.name == place)
-    owner, name = seam.find()
+    owner, name = seams.find(seam.place, *seam.parameters)
     hooked = inspect.getattr_static(owner, name)
     plain = inspect.unwrap(getattr(owner, name))
     for holder in (owner, modeling_utils) if seam.follow else (owner,):

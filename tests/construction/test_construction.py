@@ -315,7 +315,7 @@ def test_without_a_patcher_nothing_is_covered_or_looked_for(llama: Path, monkeyp
         raise AssertionError("a scope was opened")
 
     monkeypatch.setattr(gates.Cover, "__init__", fail)
-    monkeypatch.setattr(class_rules, "module_subclasses", fail)
+    monkeypatch.setattr(class_rules, "subclasses", fail)
     LlamaForCausalLM.from_pretrained(llama)
     LlamaForCausalLM._from_config(tiny_llama_config())
     LlamaForCausalLM(tiny_llama_config())

@@ -139,7 +139,7 @@ def test_a_module_at_two_paths_needs_both() -> None:
 def test_two_patterns_of_one_module_are_a_conflict_unless_they_ask_for_the_same() -> None:
     first, other = kept(nn.Linear), kept(nn.Linear)
     with pytest.raises(
-        PatchConflictError, match=r"'\*\*\.plain' and '\*\*\.\*\*\.plain' both name plain, .*add the exact"
+        PatchConflictError, match=r"'\*\*\.plain' and '\*\*\.\*\*\.plain' both match the module plain, .*add the exact"
     ):
         Patcher(module_mapping={"**.plain": first, "**.**.plain": other}).resolve(Parts, PartsConfig())
     assert type(built({"**.plain": first, "**.**.plain": first}).plain) is first

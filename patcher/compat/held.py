@@ -1,4 +1,4 @@
-"""What modules keep as plain attributes, so that no state dict has it: tensors, alone or held by something else."""
+"""What modules and parameters hold that no state dict has: attributes, what they refer to, hooks, compiled calls."""
 
 from __future__ import annotations
 
@@ -59,3 +59,21 @@ def tensors_in(value: Any, is_known: Callable[[nn.Module], bool]) -> list[torch.
         elif not (isinstance(each, nn.Module) and is_known(each)):
             waiting += parts_of(each)
     return found
+
+
+def share_storage(parameter: nn.Parameter, memo: dict[int, Any]) -> None:
+    """Have a deep copy with this memo take another parameter on the same storage, and views of it for its views."""
+    memo[id(parameter)] = new = nn.Parameter(parameter.detach(), parameter.requires_grad)
+    new.__dict__.update(parameter.__dict__)
+    storage = parameter.untyped_storage()
+    memo.setdefault("torch", {})[storage._cdata] = storage  # type: ignore[call-overload]
+
+
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Whether a function runs when a parameter gets its gradient. No copy of a parameter has it."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` has made something of a module itself."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
