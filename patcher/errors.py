@@ -47,7 +47,10 @@ class InvalidPatcherError(PatcherError):
     >>> Patcher({"LlamaMLP": "MyMLP"})
     Traceback (most recent call last):
         ...
-    patcher.errors.InvalidPatcherError: class_mapping['LlamaMLP'] must be a class, found 'MyMLP' (str); write the ...
+    patcher.errors.InvalidPatcherError: class_mapping['LlamaMLP'] must be a class, found 'MyMLP' (str); write the class
+    itself, derived from the class that it replaces: not an object, its name, or a function that makes one.
+
+    For a combination that isn't supported the message says how to do without.
     """
 
 
@@ -68,7 +71,8 @@ class PatchConflictError(PatcherError):
     >>> Patcher({"LlamaMLP": nn.Identity}) | Patcher({"LlamaMLP": nn.Linear})
     Traceback (most recent call last):
         ...
-    patcher.errors.PatchConflictError: Both patchers replace 'LlamaMLP', by Identity and by Linear. Combine after ...
+    patcher.errors.PatchConflictError: Both patchers replace 'LlamaMLP', by Identity and by Linear. Combine after
+    taking one away: patcher.replace(class_mapping={...}).
     """
 
 
@@ -81,7 +85,8 @@ class UnmatchedPatchError(PatcherError):
     ...     pass  # what the patcher is for is built here
     Traceback (most recent call last):
         ...
-    patcher.errors.UnmatchedPatchError: ...: no class of the model matches 'LlamaMPL'...
+    patcher.errors.UnmatchedPatchError: These parts of the patcher have no effect:
+      class_mapping: no class of the model matches 'LlamaMPL'...
 
     A key that only some models have belongs into `alternatives=`. `patcher.plan(model, patcher)` finds all of them.
     """
@@ -96,7 +101,10 @@ class PatchConstructionError(PatcherError):
     >>> Patcher({"LlamaMLP": nn.Linear}).resolve(LlamaModel, LlamaConfig())
     Traceback (most recent call last):
         ...
-    patcher.errors.PatchConstructionError: Linear could not be built in place of LlamaMLP, in __init__ of LlamaDe...
+    patcher.errors.PatchConstructionError: Linear could not be built in place of LlamaMLP, in __init__ of
+    LlamaDecoderLayer (modeling_llama.py:...): TypeError: Linear.__init__() missing 1 required positional argument: ...
+    It was called as Linear(<LlamaConfig>). A replacement is constructed with the arguments of LlamaMLP.__init__: take
+    them all, or accept **kwargs.
     """
 
 
@@ -111,7 +119,11 @@ class PatchedWeightsError(PatcherError):
     >>> Patcher({"LlamaRMSNorm": nn.LayerNorm}).apply(LlamaModel(LlamaConfig(hidden_size=32, num_hidden_layers=0)))
     Traceback (most recent call last):
         ...
-    patcher.errors.PatchedWeightsError: The replaced modules and the checkpoint don't fit together....new_weights=[...]
+    patcher.errors.PatchedWeightsError: The replaced modules and the checkpoint don't fit together.
+    Not in the checkpoint, so these would keep what __init__ gave them:
+      norm.bias
+    If a conversion is missing, add it: ...
+    If they are meant to be new, add to the Patcher: new_weights=[...]
     """
 
 
@@ -140,7 +152,9 @@ class PresetDriftError(PatcherError):
     ...     pass
     Traceback (most recent call last):
         ...
-    patcher.errors.PresetDriftError: ...modeling_llama.LlamaAttention: pinned 0123456789abcdef, found ...
+    patcher.errors.PresetDriftError: The code that the patcher was verified on is not the code of the installed ...:
+      transformers.models.llama.modeling_llama.LlamaAttention: pinned 0123456789abcdef, found ...
+    Verify it on this code by `patcher verify MODEL --preset NAME --unpinned` (--patcher MODULE:CONSTANT ...
     """
 
 
@@ -151,7 +165,8 @@ class CodegenError(PatcherError):
     >>> generate(PatchConfig("transformers.models.llama.modeling_lama", target_file="patched_modeling_llama.py"))
     Traceback (most recent call last):
         ...
-    patcher.errors.CodegenError: ...is no 'modeling_lama' in transformers.models.llama (nearest: modeling_llama)...
+    patcher.errors.CodegenError: ...the source module 'transformers.models.llama.modeling_lama' can't be found: there
+    is no 'modeling_lama' in transformers.models.llama (nearest: modeling_llama). Correct the name, or ...
 
     The message begins with the file and the line of the patch, or of the config.
     """

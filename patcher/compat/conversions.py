@@ -20,6 +20,7 @@ from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module as should_convert_module
 
 from patcher.compat.models import ModelView, as_stock
+from patcher.expressions import compiled, is_quick
 
 # Before the hook replaces them.
 _stock_conversion_mapping: Callable[..., list[WeightTransform]] = conversion_mapping.get_model_conversion_mapping
@@ -64,11 +65,13 @@ def target_patterns(transform: WeightTransform) -> list[str]:
 
 
 def copy_transform(transform: WeightTransform) -> Any:
-    """An unused copy."""
+    """An unused copy, in which what may take long to match has a limit of time."""
     copy = type(transform).__new__(type(transform))
     for name, value in _values(transform).items():
         is_collected = name in ("collected_tensors", "layer_targets")
         object.__setattr__(copy, name, type(value)(value.default_factory) if is_collected else deepcopy(value))
+    if not all(map(is_quick, transform.source_patterns)):  # of which the compiled ones are the alternatives
+        copy.compiled_sources = compiled(transform.compiled_sources.pattern)  # type: ignore[assignment]
     copy._was_used = False
     copy.quantization_operation = None
     return copy

@@ -4,7 +4,7 @@
 {"schema": 1, "fusions": ["qkv"], "new_weights": ["adapter"]}
 ```
 
-What is read may come from anyone. So it must be JSON, and nothing in it is ever looked up by what it
+What is read may come from anyone. So it must be JSON of limited size, and nothing in it is ever looked up by what it
 says: fusions come from a table, classes from an allow-list. All else the constructor of `Patcher` judges.
 """
 
@@ -34,8 +34,8 @@ FILE_NAME = "patcher.json"
 FORWARD_OF = "forward_of:"
 #: Raised by one when a dict that is written now would be misread by the release before.
 SCHEMA = 1
-#: A larger file, in bytes, isn't that of a patcher.
-_LARGEST = 10_000_000
+#: Longer data, in characters, and larger files, in bytes, aren't those of a patcher.
+_LONGEST = 1_000_000
 _NO_CONVERSIONS = (
     "can't be written as data. Put it into the `conversion_mapping` of the class that needs it, which has a name, or "
     "pickle the patcher."
@@ -91,11 +91,16 @@ def arguments_of(data: Any, allowed: Allowed = ()) -> dict[str, Any]:
     """The arguments of the patcher that `to_dict` has written, from data that anyone may have written."""
     what = "the data of a patcher"
     try:
-        given = json.loads(json.dumps(data))  # a copy, of the types that JSON has
+        text = json.dumps(data)  # also a copy, of the types that JSON has
+        if len(text) > _LONGEST:
+            raise ValueError(f"it has {len(text):,} characters")
+        given = json.loads(text)
+        if not isinstance(given, dict):
+            raise TypeError(f"it is {reprlib.repr(given)}")
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidPatcherError(f"{what}: expected an object of JSON: {str(error)[:200]}.") from error
-    if not isinstance(given, dict):
-        raise InvalidPatcherError(f"{what}: expected an object of JSON, found {reprlib.repr(given)}.")
+        raise InvalidPatcherError(
+            f"{what}: expected an object of JSON of at most {_LONGEST:,} characters: {str(error)[:200]}."
+        ) from error
     schema = given.pop("schema", None)
     if type(schema) is not int or schema != SCHEMA:
         raise InvalidPatcherError(
@@ -129,13 +134,15 @@ def _permitted(allowed: Any) -> dict[str, Any]:
     """What may be imported, and the classes and functions that needn't be."""
     permitted: dict[str, Any] = {}
     for item in allowed if isinstance(allowed, Iterable) and not isinstance(allowed, str) else [allowed]:
-        is_text = isinstance(item, str) and ":" in item and is_reference(item)
-        if not is_text and not (callable(item) and hasattr(item, "__qualname__")):
+        if isinstance(item, str) and ":" in item and is_reference(item):
+            permitted[item] = None
+        elif callable(item) and hasattr(item, "__qualname__"):
+            permitted[reference(item)] = item
+        else:
             raise InvalidPatcherError(
                 "allowed takes classes and functions, or texts such as 'package.module:Class', found "
                 f"{reprlib.repr(item)}."
             )
-        permitted[item if is_text else reference(item)] = None if is_text else item
     return permitted
 
 
@@ -171,8 +178,8 @@ def read(folder_or_repo: str | os.PathLike[str], places: Mapping[str, Any]) -> A
                 "in which Patcher.save has put one."
             ) from error
     try:
-        if path.stat().st_size > _LARGEST:
-            raise ValueError(f"it has more than {_LARGEST:,} bytes")
+        if path.stat().st_size > 10 * _LONGEST:  # a character takes up to six, and there are spaces
+            raise ValueError(f"it has more than {10 * _LONGEST:,} bytes")
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidPatcherError(

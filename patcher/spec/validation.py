@@ -13,7 +13,7 @@ from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import copy_transform, source_patterns
 from patcher.errors import InvalidPatcherError, PatchConflictError, did_you_mean
-from patcher.expressions import checked_expression
+from patcher.expressions import check_number, checked_expression
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import name_or_fusion
 from patcher.layouts.transforms import describe, identity
@@ -125,6 +125,7 @@ def _listed(field: str, values: Any, kind: Any, what: str, instead: str) -> list
 
 def _expressions(field: str, values: Any) -> tuple[str, ...]:
     listed = _listed(field, values, str, "an expression", "write a string")
+    check_number(field, listed)
     for value in listed:
         if not value:
             raise InvalidPatcherError(f"{field}: the empty expression is found everywhere; name what is meant.")
@@ -227,6 +228,7 @@ def groups_of(mapping: Mapping[str, Any], groups: Groups) -> Groups:
 
     A key in no group is required: one that is a group by itself says more only beside others that have it.
     """
+    check_number("class_mapping", list(filter(is_expression, mapping)))
     for key in (key for group in groups for key in group if key not in mapping):
         hint = did_you_mean(key, mapping, f"it has {', '.join(map(repr, mapping)) or 'none'}.")
         raise InvalidPatcherError(f"alternatives: {key!r} isn't a key of the class_mapping; {hint}")

@@ -254,8 +254,8 @@ def patch_embeddings(**options: Any) -> dict[str, Any]:
 
 
 HOSTILE: list[tuple[str, Any, str]] = [
-    ("none", None, "expected an object of JSON, found None"),
-    ("list", [], r"expected an object of JSON, found \[\]"),
+    ("none", None, "expected an object of JSON .* it is None"),
+    ("list", [], r"expected an object of JSON .* it is \[\]"),
     ("text", '{"schema": 1}', "expected an object of JSON"),
     ("bytes", b"{}", "Object of type bytes is not JSON"),
     ("number keys", {1: 2}, "reads schema 1, found None"),
@@ -273,16 +273,18 @@ HOSTILE: list[tuple[str, Any, str]] = [
     ("long key", {"schema": 1, "k" * 9_000: 1}, r"no parameter 'kkkk.*k\.\.\.'"),
     ("many keys", {"schema": 1} | {f"k{n}": 1 for n in range(20_000)}, "no parameter 'k0'"),
     ("name", {"schema": 1, "name": 3}, r"name must be a str, found 3 \(int\)"),
+    ("huge name", {"schema": 1, "name": "x" * 10**6}, "at most 1,000,000 characters: it has 1,000,025 characters"),
     ("strict", {"schema": 1, "strict": 0}, "strict must be a bool, found 0"),
     ("strict text", {"schema": 1, "strict": "false"}, "strict must be a bool, found 'false'"),
     ("specifier", {"schema": 1, "transformers": "newest"}, "isn't a version specifier"),
     ("specifier type", {"schema": 1, "transformers": None}, "transformers must be a str, found None"),
     ("expression type", {"schema": 1, "new_weights": [1]}, r"new_weights: 1 \(int\) isn't an expression"),
+    ("long expression", {"schema": 1, "new_weights": ["a" * 10_001]}, "too large to be compiled"),
     ("empty expression", {"schema": 1, "dropped_weights": [""]}, "empty expression"),
     ("no expression", {"schema": 1, "new_weights": ["("]}, "isn't a regular expression"),
     ("nested expression", {"schema": 1, "new_weights": ["(" * 4_900 + ")" * 4_900]}, "too large to be compiled"),
     ("repeats", {"schema": 1, "new_weights": ["a{" + "9" * 30 + "}"]}, "too large|no regular expression"),
-    ("slow expression", {"schema": 1, "new_weights": ["(a+)+$"]}, "a group that is repeated has a repeat or"),
+    ("many expressions", {"schema": 1, "new_weights": ["a"] * 20_000}, "20,000 expressions are too many"),
     ("deep expression", {"schema": 1, "new_weights": [deep()]}, "maximum recursion depth"),
     ("mapping", {"schema": 1, "class_mapping": [["A", OWN_MLP]]}, "class_mapping must be a mapping, found"),
     (

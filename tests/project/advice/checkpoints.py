@@ -140,12 +140,17 @@ def fusion_configs_of_other_forms(at: Place) -> Steps:
         # Not the other half: what transformers makes of its own fusion_config stays for the process.
 
 
-@advice(
-    "Write a set for alternatives, '[ab]+' for '(a|b)+', and one repeat for two: 'a+$' finds what '(a+)+$' does.",
-)
-def an_expression_that_may_take_for_ever(at: Place) -> Steps:
-    extra = {"model.layers.0.mlp.aaa": torch.ones(1), "model.layers.0.mlp.ab": torch.ones(1)}
-    folder = changed(at.llama, at.tmp / "more", lambda tensors: tensors.update(extra))
-    said = yield lambda: Patcher({"LlamaMLP": OwnMLP}, dropped_weights=["(a+)+$", "(a|b)+$"])
-    quick = [written(said, r"two: ('.*?') finds"), written(said, r"alternatives, ('.*?') for")]
-    assert same(load(folder, Patcher({"LlamaMLP": OwnMLP}, dropped_weights=quick)), at.llama)
+@advice("write smaller numbers in braces, or + in their place")
+def an_expression_of_many_repeats(at: Place) -> Steps:
+    yield lambda: Patcher(new_weights="a{5000}")
+    assert Patcher(new_weights=["a{500}", "a+"])
+
+
+@advice("Take out repeats inside of repeats, and alternatives that match the same: 'a+$' finds what '(a+)+$' does.")
+def an_expression_that_takes_too_long(at: Place) -> Steps:
+    extra = {f"model.layers.0.mlp.{name}": torch.ones(1) for name in ("a" * 3000 + "!", "aaa")}
+    folder = changed(at.llama, at.tmp / "long", lambda tensors: tensors.update(extra))
+    slow = Patcher({"LlamaMLP": OwnMLP}, dropped_weights=["(a+)+$", "!$"])
+    said = yield lambda: load(folder, slow)
+    quick = written(said, r"the same: ('.*?') finds")
+    assert same(load(folder, slow.replace(dropped_weights=[quick, "!$"])), at.llama)

@@ -346,6 +346,12 @@ def a_group_without_keys(at: Place) -> Steps:
     assert OWN.replace(alternatives=[["LlamaMLP"]]) == OWN
 
 
+@advice("{}: {} expressions are too many, at most {} are searched; fold those that differ in numbers alone.")
+def more_expressions_than_are_searched(at: Place) -> Steps:
+    yield lambda: Patcher(OWN.class_mapping, dropped_weights=[rf"layers\.{number}\.extra" for number in range(1000)])
+    assert Patcher(OWN.class_mapping, dropped_weights=r"layers\.\d+\.extra")
+
+
 # --- as data -------------------------------------------------------------------------------------------------------
 
 
