@@ -1,4 +1,4 @@
-"""The members of a patcher, each key, each fusion and each conversion, and which of them is wrong."""
+"""The members of a patcher, each key, each fusion and each conversion: which of them is wrong."""
 
 from __future__ import annotations
 
@@ -7,21 +7,15 @@ import operator
 import warnings
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from itertools import combinations
 from typing import Any, NamedTuple
 
-from patcher.errors import PatchConflictError
 from patcher.loading.record import record_of
 from patcher.patterns import inside
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import MAPPINGS
 from patcher.verification.checks import Run
 from patcher.verification.comparing import Stage
-
-#: Of more members not every subset is measured.
-FEW = 3
 
 
 def members_of(patcher: Patcher) -> list[Patcher]:
@@ -37,47 +31,10 @@ def members_of(patcher: Patcher) -> list[Patcher]:
 
 
 def only(patcher: Patcher, members: Iterable[Patcher], **more: Any) -> Patcher:
-    """A patcher with these members and conversions alone, and the rest as it is."""
-    fields: dict[str, Any] = {field: {} for field in MAPPINGS} | {"fusions": [], "extra_weight_conversions": []}
-    for member in members:
-        for field, part in fields.items():
-            part.update(getattr(member, field)) if isinstance(part, dict) else part.extend(getattr(member, field))
+    """A patcher with these members alone, conversions included, and the rest as it is."""
+    whole = functools.reduce(operator.or_, members, Patcher())
+    fields = {name: getattr(whole, name) for name in (*MAPPINGS, "fusions", "extra_weight_conversions")}
     return patcher.replace(**fields | {"alternatives": (), "name": ""} | more)
-
-
-# --- what is measured
-
-
-def measured_members(patcher: Patcher) -> list[Patcher]:
-    """Each key and each fusion alone; a patcher with conversions is one member."""
-    members = members_of(patcher)
-    conversions = patcher.extra_weight_conversions or patcher.filtered_weight_conversion_patterns
-    if len(members) < 2 or conversions or patcher.new_weights or patcher.dropped_weights:
-        return [patcher]
-    return [only(patcher, [member]) for member in members]
-
-
-def candidates_of(patchers: Sequence[Patcher], members: Sequence[Patcher]) -> list[Patcher]:
-    """What is measured: what was given, and the subsets of its members; of many each alone, and all."""
-    sizes = range(1, len(members) + 1) if len(members) <= FEW else (1, len(members))
-    return unique(
-        [*patchers, *(each for size in sizes for some in combinations(members, size) for each in joined(some))]
-    )
-
-
-def joined(patchers: Sequence[Patcher]) -> list[Patcher]:
-    """All in one; none where they contradict one another, or there are none."""
-    with suppress(PatchConflictError):
-        return [functools.reduce(operator.or_, patchers)] if patchers else []
-    return []
-
-
-def unique(patchers: Iterable[Patcher]) -> list[Patcher]:
-    """Without those that do what one before them does."""
-    found: dict[Patcher, Patcher] = {}
-    for each in patchers:
-        found.setdefault(each.replace(name="", alternatives=()), each)
-    return list(found.values())
 
 
 class Guilty(NamedTuple):
