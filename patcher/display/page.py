@@ -92,24 +92,20 @@ def _column(cell: str | Cell) -> str:
 
 
 def _chart(chart: Chart) -> str:
-    left = f'style="left:{chart.share(chart.allowed):.1%}"'
+    left = f'style="left:{chart.share(1.0):.1%}"'
     axis = f'<span class="axis"><span {left}>{chart.mark}</span></span>'
-    rows = "".join(_bar(chart, bar, f'<i class="allowed" {left}></i>') for bar in chart.rows)
+    rows = "".join(_bar(bar, chart.share(bar.value), f'<i class="mark" {left}></i>') for bar in chart.rows)
     heads = f"<tr><th></th><th>{axis}</th><th></th></tr>"
     return f'<table class="chart"><thead>{heads}</thead><tbody>{rows}</tbody></table>'
 
 
-def _bar(chart: Chart, bar: Bar, allowed: str) -> str:
-    share, tone = chart.share(bar.value), chart.tone(bar)
+def _bar(bar: Bar, share: float, mark: str) -> str:
     # The blocks are seen where styles are dropped.
     drawn = f'<span class="blocks" aria-hidden="true">{blocks(share, 20)}</span>'
-    drawn += f'<span class="track"><i class="bar {tone}" style="width:{share:.1%}"></i>{allowed}</span>'
-    number = _element("span", chart.number(bar), "number", tone)
-    note = f" {_element('b', f'← {bar.note}', 'bad')}" if bar.note else ""
-    title, kind = _escaped(bar.label), "inside" if bar.inside else "layer"
-    name = f'<code class="{kind}" title="{title}">{title}</code>'
-    begins = ' class="marked"' if bar.note else ""
-    return f"<tr{begins}><td>{name}</td><td>{drawn}</td><td>{number}{note}</td></tr>"
+    drawn += f'<span class="track"><i class="bar {bar.tone}" style="width:{share:.1%}"></i>{mark}</span>'
+    title, kind = _escaped(bar.label), ' class="inside"' if bar.inside else ""
+    name = f'<code{kind} title="{title}">{title}</code>'
+    return f"<tr><td>{name}</td><td>{drawn}</td><td>{_element('span', bar.text, 'number', bar.tone)}</td></tr>"
 
 
 def _code(line: str) -> str:

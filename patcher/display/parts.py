@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -68,56 +67,31 @@ class Code(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """One number of a chart with its label and a note; `inside` of the one before it that isn't.
-
-    Where it is a share, `text` is the number as text, and `tone` what it means.
-    """
+    """One number of a chart with its label, the number as text, and what it means; `inside` of the one before it that
+    isn't."""
 
     label: str
     value: float
-    inside: bool = False
-    note: str = ""
-    text: str = ""
+    text: str
     tone: Tone = ""
+    inside: bool = False
 
 
 class Chart(NamedTuple):
-    """Numbers as bars, on a scale of powers of ten: from a ten-thousandth of what is allowed. Or shares of something,
-    from zero on.
+    """Numbers as bars, beside one that is the measure of all.
 
-    >>> chart = Chart("", [Bar("a", 1e-7), Bar("b", 0.1)], allowed=1e-5)
-    >>> [round(chart.share(bar.value), 2) for bar in chart.rows], round(chart.share(chart.allowed), 2)
-    ([0.22, 0.89], 0.44)
+    >>> chart = Chart("", [Bar("a", 0.5, "half"), Bar("b", 3.0, "thrice")], mark="stock")
+    >>> [round(chart.share(bar.value), 2) for bar in chart.rows], round(chart.share(1.0), 2)
+    ([0.17, 1.0], 0.33)
     """
 
     title: str
     rows: Sequence[Bar]
-    allowed: float
-    is_share: bool = False
-
-    @property
-    def mark(self) -> str:
-        """The text at the mark."""
-        return "stock" if self.is_share else f"{self.allowed:.2g} allowed"
-
-    def number(self, bar: Bar) -> str:
-        """A value as text."""
-        return bar.text or (f"{bar.value:.2g}" if bar.value else "the same")
+    mark: str
 
     def share(self, value: float) -> float:
-        """How much of the whole length the bar of a value has."""
-        if self.is_share:
-            return min(1.0, value / max(2 * self.allowed, *(bar.value for bar in self.rows)))
-        low, high = math.log10(self.allowed) - 4, max(0.0, math.log10(self.allowed) + 2)
-        if not math.isfinite(value):
-            return 1.0
-        return min(1.0, max(0.0, (math.log10(value) - low) / (high - low))) if value > 0 else 0.0
-
-    def tone(self, bar: Bar) -> Tone:
-        """Whether that much is allowed."""
-        if self.is_share:
-            return bar.tone
-        return "good" if bar.value <= self.allowed else "bad"  # nan is not
+        """How much of the whole length the bar of a value has, where that of the measure is 1."""
+        return value / max(2.0, *(bar.value for bar in self.rows))
 
 
 def blocks(share: float, length: int) -> str:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
-from itertools import groupby
-from typing import IO, TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import IO, TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 from rich.tree import Tree
 
-from patcher.display.parts import Bar, Branch, Cell, Chart, Line, Notes, Part, Table, Tone, blocks, is_filled, visible
-from patcher.patterns import compress, without_numbers
+from patcher.display.parts import Branch, Cell, Chart, Line, Notes, Part, Table, Tone, blocks, is_filled, visible
 
 if TYPE_CHECKING:
     from patcher.display.shown import Shown
@@ -96,24 +94,11 @@ def _tree(branch: Branch, tree: Tree) -> Tree:
 
 
 def _bars(chart: Chart) -> Iterable[Text]:
-    """The bars of a chart; those in a row that look alike, but for the number of the layer, are one."""
-    length = 20 if chart.is_share else 40  # beside shares there is more to say
-
-    def drawn(bar: Bar) -> str:
-        return blocks(round(chart.share(bar.value) * length) / length, length)
-
-    def seen(bar: Bar) -> Sequence[Any]:
-        label = bar.label if chart.is_share else without_numbers(bar.label)
-        return drawn(bar), chart.tone(bar), label, bar.inside, bar.note
-
-    runs = [list(run) for _, run in groupby(chart.rows, seen)]
-    names = [visible(("  " if run[0].inside else "") + compress(bar.label for bar in run)[0]) for run in runs]
-    width = max(map(len, names))
-    allowed = round(chart.share(chart.allowed) * length)
-    for name, run in zip(names, runs, strict=True):
-        worst = max(run, key=lambda bar: bar.value)
-        line = drawn(worst).ljust(length + 1)
-        if line[allowed] == " ":
-            line = f"{line[:allowed]}{_LIMIT}{line[allowed + 1 :]}"
-        note = Cell(f" <- {worst.note}" if worst.note else "", "bad")
-        yield _line([f" {name:<{width}}  ", Cell(line, chart.tone(worst)), f"{chart.number(worst):<8}", note])
+    length = 20
+    names = [visible(("  " if bar.inside else "") + bar.label) for bar in chart.rows]
+    mark = round(chart.share(1.0) * length)
+    for name, bar in zip(names, chart.rows, strict=True):
+        line = blocks(chart.share(bar.value), length).ljust(length + 1)
+        if line[mark] == " ":
+            line = f"{line[:mark]}{_LIMIT}{line[mark + 1 :]}"
+        yield _line([f" {name:<{max(map(len, names))}}  ", Cell(line, bar.tone), bar.text])

@@ -173,9 +173,9 @@ class Benchmark(Shown):
                 tone: Tone = "dim" if not one.differs else "good" if one.ratio < 1 else "bad"
                 inside = name != ALL and each.whole is not None
                 label = each.label if name == ALL else name if inside else f"{each.label}: {name}"
-                bars.append(Bar(label, one.ratio, inside, "", f"{one.ratio:.2f}  {one.verdict}", tone))
+                bars.append(Bar(label, one.ratio, f"{one.ratio:.2f}  {one.verdict}", tone, inside))
                 again[name] = f"{one.again:.3f}"
-        yield Chart("Time, or memory, as a share of stock's", bars, 1.0, is_share=True)
+        yield Chart("Time, or memory, as a share of stock's", bars, "stock")
         values = {name: f"{value / 2**20:.0f} MiB" if name == "memory" else f"{value * 1000:.1f} ms"
                   for name, value in self.stock.items()}  # fmt: skip
         rows = [(name, value, again.get(name, "")) for name, value in values.items()]
@@ -251,7 +251,7 @@ def benchmark(
     started = time.perf_counter()
     if torch.cuda.is_available():
         options = {"device_map": "cuda"} | options
-    with under_way("measuring", seed, {"": 1.0}, progress) as (scratch, step):
+    with under_way("measuring", seed, [""], progress) as (scratch, step):
         side = side_of(model, options, scratch, seed, model_class)
         run = Rounds(side, scratch, seed, seconds, step, parts, verify, started)
         members = unique(member for each in patchers for member in measured_members(each))

@@ -143,7 +143,7 @@ def verify(
     problems: list[str] = []
     skipped: list[tuple[str, str]] = []
     with (
-        under_way(f"verifying {config.target_file}", seed, {}) as (folder, step),
+        under_way(f"verifying {config.target_file}", seed, ()) as (folder, step),
         _imported(generated, folder) as module,
     ):
         patcher: Patcher | None = None  # where it would change nothing, or can't be made

@@ -20,8 +20,7 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from patcher.checkpoints.model_classes import PLACES
 from patcher.verification.comparing import error_text
-from patcher.verification.numerics import floating_tensors, noting_calls
-from patcher.verification.passes import Pass as Pass, fitted, parameters_of
+from patcher.verification.passes import Pass as Pass, fitted, floating_tensors, noting_calls, parameters_of
 
 
 def processor_of(model: Any, options: Mapping[str, Any]) -> Any:

@@ -64,7 +64,7 @@ def guilty_of(run: Run, patcher: Patcher, stages: Sequence[Stage]) -> Guilty | N
     outputs were wrong, or through the stage that failed.
     """
     failed = next(stage for stage in stages if not stage.passed)
-    layer = failed.layers.begins if failed.layers else None
+    layer = failed.begins
     members = members_of(patcher)
     conversions = [Patcher(extra_weight_conversions=each) for each in patcher.extra_weight_conversions]
     if len(members) + (not members) * len(conversions) == 1:

@@ -28,8 +28,7 @@ from patcher.verification.comparing import error_text
 from patcher.verification.gains import Gain, decided, gain
 from patcher.verification.inputs import chosen_passes, processed, processor_of
 from patcher.verification.members import members_of, only
-from patcher.verification.numerics import difference, floating_tensors
-from patcher.verification.passes import device_of, fitted, parameters_of
+from patcher.verification.passes import device_of, difference, fitted, floating_tensors, parameters_of
 from patcher.verification.sides import Side
 from patcher.verification.texts import batch, token_rows
 from patcher.verification.verify import verify

@@ -15,8 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from patcher.compat.models import TransformersKwargs, cache_argument
 from patcher.verification.comparing import Pair, Reference
-from patcher.verification.numerics import differences
-from patcher.verification.passes import Pass, parameters_of
+from patcher.verification.passes import Pass, differences, parameters_of
 
 #: In tokens. The long row isn't a multiple of a block of 16, the other one of 128 is.
 SHORT, LONG = 5, 200

@@ -14,16 +14,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from patcher.display.parts import Bar, Cell, Chart, Notes, Part, Table
+from patcher.display.parts import Cell, Notes, Part, Table
 from patcher.display.shown import Shown, numbered
 from patcher.errors import InvalidPatcherError, VerificationError
 from patcher.integrations import install
-from patcher.patterns import inside
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
 from patcher.verification.checks import TOLERANCES, Run, stages_of
 from patcher.verification.comparing import Stage
-from patcher.verification.layers import LayerErrors
 from patcher.verification.members import Guilty, guilty_of
 from patcher.verification.progress import under_way
 from patcher.verification.sides import Side, side_of
@@ -135,25 +133,6 @@ class Verification(Judged):
     def _parts(self) -> Iterator[Part]:
         yield Table("Stages", HEADS, list(self.rows()))
         yield Notes("Cause", [str(self.guilty)] if self.guilty else [], "bad")
-        by_layer = sorted((stage for stage in self.stages if stage.layers), key=lambda stage: stage.passed)
-        for layers in [stage.layers for stage in by_layer if stage.layers][:1]:  # of the first that failed, if one has
-            yield _chart(layers)
-
-
-def _chart(layers: LayerErrors) -> Chart:
-    bars: list[Bar] = []
-    layer = ""
-    holds = [path for path, _ in layers.errors if f"{layers.begins}.".startswith(inside(path))]
-    for path, error in layers.errors:
-        is_inside = bool(layer) and path.startswith(inside(layer))
-        layer = layer if is_inside else path
-        note = "it begins here" if holds and path == max(holds, key=len) else ""
-        if note and layers.begins != path:
-            note += f", in {str(layers.begins).removeprefix(inside(path))}"
-        bars.append(Bar(path.removeprefix(inside(layer)) or "(the model)", error, is_inside, note))
-    return Chart(
-        f"How far the output of each layer is from stock's, relative, on {layers.inputs}", bars, layers.allowed
-    )
 
 
 def verify(
@@ -205,8 +184,8 @@ def verify(
     what is wrong on a few is looked at on all, which decides.
 
     After a failure `guilty` is the member of the patcher (a key, a fusion, a conversion) that fails alone, or without
-    which the others pass, and `Stage.layers` has the error of each layer, and where it begins. Where `outputs` fails,
-    the stages that compute the same in another way aren't checked.
+    which the others pass, and `Stage.begins` the module where the error begins. Where `outputs` fails, the stages that
+    compute the same in another way aren't checked.
 
     A model of fewer than 268 million parameters is computed by one thread, others by no more than there are
     processors. Threads, random states, default dtype, gradient mode and the verbosity of transformers are what they
@@ -241,8 +220,8 @@ def verify(
     with under_way("verifying", seed, names, progress) as (scratch, step):
         stock = side_of(model, options, scratch, seed, model_class)
         patched = replace(stock, patcher=patcher)
-        run = Run(stock, patched, dtype, seed, scratch, names, step, quick)
-        found = _found(run, repr(patcher))
+        run = Run(stock, patched, dtype, seed, scratch, step, quick)
+        found = _found(run, names, repr(patcher))
         if not found.passed:
             step("which member it is")
             found = replace(found, guilty=guilty_of(run, patcher, found.stages))
@@ -294,20 +273,20 @@ def compare(
     dtype = dtype or (models[0].dtype if models else torch.float32)
     names = _checked(dtype, stages, quick)
     with under_way("comparing", seed, names, progress) as (scratch, step), _kept(models):
-        run = Run(theirs, mine, dtype, seed, scratch, names, step, quick, tolerance)
-        return _found(run, f"the model {mine.place}")
+        run = Run(theirs, mine, dtype, seed, scratch, step, quick, tolerance)
+        return _found(run, names, f"the model {mine.place}")
 
 
-def _found(run: Run, patcher: str) -> Verification:
-    """What all stages of a run find."""
+def _found(run: Run, names: Iterable[str], patcher: str) -> Verification:
+    """What these stages of a run find."""
     started = time.perf_counter()
-    stages = tuple(run.stages())
+    stages = tuple(run.stages(names))
     return Verification(
         model=run.theirs.class_name,
         checkpoint=run.theirs.place,
         patcher=patcher,
         dtype=str(run.dtype).removeprefix("torch."),
-        replaced=run.replaced,
+        replaced=len(run.patched),
         calling=run.calling,
         floor=run.floor,
         stages=stages,
@@ -328,7 +307,7 @@ def _side(model: Any, options: dict[str, Any]) -> Side:
     return replace(side_of(model, options, Path(), 0), name=str(model))
 
 
-def _checked(dtype: torch.dtype, stages: Iterable[str] | None, quick: bool) -> dict[str, float]:
+def _checked(dtype: torch.dtype, stages: Iterable[str] | None, quick: bool) -> tuple[str, ...]:
     if dtype not in TOLERANCES:
         raise InvalidPatcherError(
             f"dtype={dtype!r} can't be compared; write one of {', '.join(map(str, TOLERANCES))}."

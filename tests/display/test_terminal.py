@@ -6,22 +6,18 @@ from io import StringIO
 
 import pytest
 
-from patcher.display.parts import Bar, Chart
+from patcher import Benchmark, Patcher, Stage, Verification
 from patcher.display.shown import Shown
 from patcher.display.tree import Weights, module_tree
 from patcher.inspection.plan import Plan
-from patcher.verification.comparing import Stage
-from patcher.verification.layers import LayerErrors
-from patcher.verification.verify import Verification
+from patcher.verification.benchmark import Measured
+from patcher.verification.gains import Gain
+from patcher.verification.rounds import ALL
 
-LAYERS = [f"model.layers.{number}" for number in range(30)]
-ERRORS = LayerErrors(
-    "a short row",
-    1e-5,
-    (("model.embed", 0.0), *((path, 3e-7) for path in LAYERS[:20]), *((path, 0.02) for path in LAYERS[20:])),
-    "model.layers.20.mlp",
-)
-WRONG = Verification("M", "", "", "float32", stages=(Stage("outputs", False, message="wrong", layers=ERRORS),))
+BENCHMARK = Benchmark("M", "", "", "", {}, "", {}, (
+    Measured(Patcher(fusions="qkv"), {ALL: Gain(0.5, 1.0, 0.0, 9, True), "decode": Gain(3.0, 1.0, 0.0, 9, True)}),
+))  # fmt: skip
+WRONG = Verification("M", "", "", "float32", stages=(Stage("outputs", False, message="wrong"), Stage("save", True)))
 PLAN = Plan(
     "M",
     problems=("Nothing fits.",),
@@ -41,7 +37,7 @@ class Terminal(StringIO):
 
 @pytest.mark.parametrize(
     ("value", "red", "other"),
-    [(WRONG, "FAILED", "\x1b[32m█"), (PLAN, "missing:", "\x1b[1;36mMine")],
+    [(WRONG, "FAILED", "\x1b[32mpassed"), (PLAN, "missing:", "\x1b[1;36mMine")],
     ids=["verification", "plan"],
 )
 def test_a_terminal_has_colours_and_a_file_has_the_plain_text(
@@ -60,24 +56,11 @@ def test_a_terminal_has_colours_and_a_file_has_the_plain_text(
     assert other in terminal.getvalue()
 
 
-def test_bars_of_layers_that_look_alike_are_one() -> None:
-    lines = [line.split() for line in str(WRONG).splitlines() if "layers" in line or "embed" in line]
-
-    assert [line[0] for line in lines[-4:]] == [
-        "model.embed",
-        "model.layers.{0..19}",
-        "model.layers.20",
-        "model.layers.{21..29}",
-    ]
-    assert "┊" in lines[-4]  # what is allowed, where no bar is over it
-    assert len(lines[-3][1]) < len(lines[-2][1])
-    assert "it begins here, in mlp" in " ".join(lines[-2])
-
-
-@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e9])
-def test_what_is_not_finite_is_the_longest_and_is_not_allowed(value: float) -> None:
-    chart = Chart("", [Bar("a", value)], 1e-5)
-    assert (chart.share(value), chart.tone(chart.rows[0])) == (1.0, "bad")
+def test_bars_are_beside_one_another_and_a_mark() -> None:
+    whole, decode = [line for line in str(BENCHMARK).splitlines() if "█" in line]
+    assert [line.split()[0] for line in (whole, decode)] == ["Patcher(fusions=['qkv'])", "decode"]
+    assert whole.index("┊") == decode.index("█") + 7
+    assert (whole.count("█"), decode.count("█")) == (3, 20)
 
 
 def test_problems_are_said_first() -> None:
