@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import GradientCheckpointingLayer
@@ -321,40 +322,27 @@ def _stacks_of(stock: nn.Module, ours: nn.Module) -> Iterator[tuple[nn.Module, s
             continue  # a replacement may go through the layers in another way
         if not all(isinstance(layer, GradientCheckpointingLayer) for layer in other):
             continue  # not known to be run one after another
-        described = [[*_description(mine), *_description(layer)] for mine, layer in zip(stack, other, strict=True)]
-        kinds: list[list[int]] = []
-        for number, one in enumerate(described):
-            kind = next((kind for kind in kinds if _alike(one, described[kind[0]], (number, kind[0]))), None)
-            kinds.append([number]) if kind is None else kind.append(number)
-        numbers = {kind[place] for kind in kinds for place in (0, min(1, len(kind) - 1), len(kind) // 2, -1)}
+        kinds: dict[str, list[int]] = {}
+        for number, layers in enumerate(zip(stack, other, strict=True)):
+            kinds.setdefault("".join(_description(layer, number) for layer in layers), []).append(number)
+        numbers = {kind[place] for kind in kinds.values() for place in (0, min(1, len(kind) - 1), len(kind) // 2, -1)}
         if len(numbers) < len(stack):
             yield from [(stack, numbers), (other, numbers)]
 
 
-def _description(layer: nn.Module) -> list[Any]:
-    """All that a layer computes with, but for the values of its weights."""
+def _description(layer: nn.Module, number: int) -> str:
+    """All that a layer computes with, but for its own number and the values of its weights."""
     found: list[Any] = []
     for path, module in layer.named_modules():
-        found += [path, type(module)]
+        found += [path, type(module), id(type(module))]
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             found += [] if tensor is None else [(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)]
         for name, value in sorted(vars(module).items()):
             if name == CARRIED or "state_dict" in name or name in ("_parameters", "_buffers", "_modules"):
                 continue  # how weights are read, not what is computed
+            if type(value) is int and value == number and ("layer" in name or "idx" in name or "number" in name):
+                continue
             if name in TORCH_ATTRIBUTES and isinstance(value, dict):  # hooks
                 value = list(value.values())
-            found += [name, *([value.func, value.args, value.keywords] if type(value) is partial else [value])]
-    return found
-
-
-def _alike(one: Sequence[Any], other: Sequence[Any], numbers: tuple[int, int]) -> bool:
-    """Whether two descriptions are equal but for the numbers of the layers. What can't be compared isn't equal."""
-    try:
-        return len(one) == len(other) and all(
-            mine is theirs
-            or (type(mine) is type(theirs) is int and (mine, theirs) == numbers)
-            or (type(mine) is type(theirs) and bool(mine == theirs))
-            for mine, theirs in zip(one, other, strict=True)
-        )
-    except Exception:  # tensors of several elements, for one
-        return False
+            found += [name, id(value) if isinstance(value, PretrainedConfig | torch.Tensor) else value]
+    return repr(found)
