@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import math
 import platform
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,17 +30,7 @@ from patcher.verification.comparing import requested
 from patcher.verification.gains import LEAST, Gain, rounds_needed
 from patcher.verification.passes import device_of
 from patcher.verification.progress import under_way
-from patcher.verification.rounds import (
-    ALL,
-    FEW,
-    MEASURES,
-    STOCK,
-    Rounds,
-    candidates_of,
-    joined,
-    measured_members,
-    unique,
-)
+from patcher.verification.rounds import ALL, MEASURES, STOCK, Rounds, measured_members
 from patcher.verification.sides import side_of
 
 
@@ -116,10 +107,10 @@ class Benchmark(Shown):
 
     @property
     def _best(self) -> Measured | None:
-        ratios = [(each.gains[ALL].ratio, each) for each in self.measured if each.pays]
-        most = min((ratio for ratio, _ in ratios), default=0.0) * (1 + LEAST)
-        fastest = [(len(measured_members(each.patcher)), ratio, each) for ratio, each in ratios if ratio <= most]
-        return min(fastest, key=lambda row: row[:2])[2] if fastest else None
+        ratios = {each.patcher: each.gains[ALL].ratio for each in self.measured if each.pays}
+        most = min(ratios.values(), default=0.0) * (1 + LEAST)
+        fastest = [each for each in self.measured if ratios.get(each.patcher, math.inf) <= most]
+        return min(fastest, key=lambda each: (len(measured_members(each.patcher)), ratios[each.patcher]), default=None)
 
     @property
     def python(self) -> str:
@@ -254,17 +245,7 @@ def benchmark(
     with under_way("measuring", seed, [""], progress) as (scratch, step):
         side = side_of(model, options, scratch, seed, model_class)
         run = Rounds(side, scratch, seed, seconds, step, parts, verify, started)
-        members = unique(member for each in patchers for member in measured_members(each))
-        candidates = candidates_of(patchers, members)
-        if verify:
-            run.verify(patchers)
-        run.prepare(inputs, len(candidates))
-        are_all = len(members) <= FEW
-        run.measure([each for each in candidates if each not in run.left_out], 1.0 if are_all else 0.5)
-        if not are_all:  # those that are faster by themselves, together, beside what was given
-            whole = {key: gains[ALL].ratio for key, gains in run.gains().items() if key in members and ALL in gains}
-            faster = sorted((each for each in whole if whole[each] < 1 - LEAST), key=whole.__getitem__)
-            run.measure(unique([*patchers, *joined(faster), *faster[:1]]), 1.0)
+        run.measure(patchers, inputs)
         stock = run.models.get(STOCK)
         return Benchmark(
             model=side.class_name if stock is None else type(stock).__name__,

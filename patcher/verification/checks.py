@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -71,42 +71,26 @@ class Inputs(NamedTuple):
         return [self.runs[name] for name in names if name in self.runs] or self.chosen
 
 
+@dataclass(eq=False)
 class Run:
-    """One comparison: what is compared and how, and what has been found so far.
+    """One comparison: what is compared and how, and what has been found so far."""
 
-    Attributes:
-        theirs: stock, or what is taken as the reference.
-        mine: what is to be the same.
-        scratch: an empty folder, for what is saved and offloaded.
-        step: called with the name of each step.
-        allowed: in place of the tolerance of the type.
-        pair: both models, when they are loaded.
-        patched: the paths of the modules that were replaced or fused.
-        by_class: of these one for each pair of classes.
-    """
-
-    stock: Any
-    pair: Pair
-    patched: set[str]
-    by_class: list[str]
-
-    def __init__(
-        self,
-        theirs: Side,
-        mine: Side,
-        dtype: torch.dtype,
-        seed: int,
-        scratch: Path,
-        step: Callable[[str], None],
-        quick: bool = False,
-        allowed: float | None = None,
-    ) -> None:
-        self.theirs, self.mine, self.dtype, self.seed = theirs, mine, dtype, seed
-        self.scratch, self.step, self.quick, self.allowed = scratch, step, quick, allowed
-        self.patched, self.by_class, self.calling = set(), [], 0
-        self.floor: float | None = None
-        self.labelled: list[Pass] = []  # one that gives a loss, if there is any
-        self.failing: Reference | None = None  # the first of `outputs` that is wrong
+    theirs: Side  # stock, or what is taken as the reference
+    mine: Side
+    dtype: torch.dtype
+    seed: int
+    scratch: Path  # an empty folder, for what is saved and offloaded
+    step: Callable[[str], None]  # called with the name of each step
+    quick: bool = False
+    allowed: float | None = None  # in place of the tolerance of the type
+    stock: Any = None
+    pair: Pair = field(init=False)  # both models, when they are loaded
+    patched: set[str] = field(default_factory=set)  # the paths of the modules that were replaced or fused
+    by_class: list[str] = field(default_factory=list)  # of these one for each pair of classes
+    calling: int = 0  # how many modules call replaced functions
+    floor: float | None = None
+    labelled: list[Pass] = field(default_factory=list)  # one that gives a loss, if there is any
+    failing: Reference | None = None  # the first of `outputs` that is wrong
 
     def stages(self, names: Iterable[str]) -> Iterator[Stage]:
         """Load both, then check one thing after another."""
@@ -217,12 +201,11 @@ class Run:
         runs, chosen, references = self.inputs
         self.floor = self._stock_against_stock()
         texts = [run for name, run in runs.items() if name not in FEW and run not in chosen]
-        last = [run for run in texts if run.name == CHUNKS]
         reached: set[str] = set()
         in_order = chain(  # failures on simple inputs are reported first
             (one for one in references if one.run not in chosen),
-            self.pair.references(() if self.quick else [run for run in texts if run not in last]),
-            self.pair.references(last, few=self.quick),
+            self.pair.references(run for run in texts if run.name != CHUNKS and not self.quick),
+            self.pair.references((run for run in texts if run.name == CHUNKS), few=self.quick),
             (one for one in references if one.run in chosen),
         )
         with noting_calls(self.pair.ours, reached):

@@ -96,13 +96,12 @@ def _owners(run: Run, members: Sequence[Patcher], layer: str | None) -> Iterator
     record = record_of(run.pair.ours) if layer is not None else None
     if record is None:
         return
-    around = [item for item in record.modules if f"{layer}.".startswith(inside(item.path))]
-    nearest = max(around, key=lambda item: len(item.path), default=None)
-    fused = {item.fusion for item in around}
     kinds = {cls.__name__ for cls in type(run.pair.ours.get_submodule(str(layer))).__mro__}
-    called = {name.rpartition(":")[2] for name, _, callers in record.functions if kinds & {*callers}}
+    owned: set[Any] = {name.rpartition(":")[2] for name, _, callers in record.functions if kinds & {*callers}}
+    around = [item for item in record.modules if f"{layer}.".startswith(inside(item.path))]
+    for nearest in sorted(around, key=lambda item: len(item.path))[-1:]:
+        owned |= {nearest.replacement, nearest.fusion}
     for member in members:
-        classes = [*member.class_mapping.values(), *member.module_mapping.values()]
         functions = {key.rpartition(":")[2] for key in member.function_mapping}
-        if (nearest and nearest.replacement in classes) or functions & called or fused & {*member.fusions}:
+        if owned & {*member.class_mapping.values(), *member.module_mapping.values(), *member.fusions, *functions}:
             yield member

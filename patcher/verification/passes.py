@@ -226,27 +226,23 @@ class Difference(NamedTuple):
 
 
 def difference(ours: Iterable[torch.Tensor], reference: Iterable[torch.Tensor]) -> Difference:
-    """The difference of two lists of tensors; infinite where their number or a shape isn't the same.
+    """The difference of two lists of tensors; infinite where their number, a shape or a type isn't the same.
 
-    >>> difference([torch.tensor([1.0, 2.5])], [torch.tensor([1.0, 2.0])])
-    Difference(absolute=0.5, relative=0.25, scale=2.0, where='')
-
-    A value that isn't finite is equal to the same value at the same place only: it is what stock has there.
+    >>> difference([torch.tensor([1.0, 2.5])], [torch.tensor([1.0, 2.0])]).absolute
+    0.5
     """
-    ours, reference = list(ours), list(reference)
-    if [one.shape for one in ours] != [other.shape for other in reference]:
-        return Difference(math.inf, math.inf, 0.0)
-    pairs = (_difference(one, other) for one, other in zip(ours, reference, strict=True))
-    return max(pairs, key=_severity, default=Difference(0.0, 0.0, 0.0))
+    return differences(*({str(number): each for number, each in enumerate(some)} for some in (ours, reference)))
 
 
 def differences(ours: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> Difference:
-    """The same for tensors by name; infinite also where a type isn't the same.
+    """The same for tensors by name.
 
-    >>> differences({}, {"logits": torch.zeros(2)}).where
-    'logits is missing'
+    >>> differences({"logits": torch.tensor([1.0, 2.5])}, {"logits": torch.tensor([1.0, 2.0])})
+    Difference(absolute=0.5, relative=0.25, scale=2.0, where='logits')
+
+    A value that isn't finite is equal to the same value at the same place only: it is what stock has there.
     """
-    worst = Difference(0.0, 0.0, 0.0)
+    worst: Difference | None = None
     for name in {**reference, **ours}:  # in the order of stock
         mine, theirs = ours.get(name), reference.get(name)
         if mine is None or theirs is None:
@@ -254,12 +250,9 @@ def differences(ours: Mapping[str, torch.Tensor], reference: Mapping[str, torch.
         kinds = [f"{each.dtype} of the shape {tuple(each.shape)}" for each in (mine, theirs)]
         if kinds[0] != kinds[1]:
             return Difference(math.inf, math.inf, 0.0, f"{name} is {kinds[0]} where stock has {kinds[1]}")
-        worst = max(worst, _difference(mine, theirs)._replace(where=name), key=_severity)
-    return worst
-
-
-def _severity(gap: Difference) -> float:
-    return math.inf if math.isnan(gap.share) else gap.share
+        found = _difference(mine, theirs)._replace(where=name)
+        worst = found if worst is None or found.share > worst.share else worst
+    return worst or Difference(0.0, 0.0, 0.0)
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> Difference:

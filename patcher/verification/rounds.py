@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import operator
 import random
@@ -12,8 +11,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial, reduce
 from itertools import combinations
-from math import log
+from math import exp, log
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -25,7 +25,7 @@ from patcher.errors import InvalidPatcherError, PatchConflictError
 from patcher.spec.patcher import Patcher
 from patcher.verification.checks import TOLERANCES
 from patcher.verification.comparing import error_text
-from patcher.verification.gains import Gain, decided, gain
+from patcher.verification.gains import LEAST, Gain, decided, gain
 from patcher.verification.inputs import chosen_passes, processed, processor_of
 from patcher.verification.members import members_of, only
 from patcher.verification.passes import device_of, difference, fitted, floating_tensors, parameters_of
@@ -45,7 +45,7 @@ BATCHES, STEPS = (1, 8), 4
 #: How many tokens a prompt may have: as many as the time allows.
 _LENGTHS = (512, 256, 128, 64, 32, 16)
 #: Seconds: what takes less is run several times, up to so many.
-_SHORTEST, _TIMES = 0.02, 20
+_SHORTEST, _TIMES = 0.008, 20
 #: So many rounds are to fit into the time, and more are not needed; loads take no more than this part of it.
 _WANTED, _ENOUGH, _LOADING = 12, 40, 0.5
 #: A model that is made anew computes what stock does within so many tolerances of its type.
@@ -74,7 +74,7 @@ def candidates_of(patchers: Sequence[Patcher], members: Sequence[Patcher]) -> li
 def joined(patchers: Sequence[Patcher]) -> list[Patcher]:
     """All in one; none where they contradict one another, or there are none."""
     with suppress(PatchConflictError):
-        return [functools.reduce(operator.or_, patchers)] if patchers else []
+        return [reduce(operator.or_, patchers)] if patchers else []
     return []
 
 
@@ -108,45 +108,39 @@ def timed(device: torch.device, call: Callable[[], Any]) -> tuple[float, Any]:
 
 @dataclass(frozen=True)
 class Work:
-    """One batch, and what is done with it.
+    """What is done with one batch: of `MEASURES` one that runs the model.
 
     Attributes:
+        kind: which of them.
         arguments: those of the forward.
-        names: of `MEASURES` those that are done -> what reports call them.
-        times: how often, each time.
+        name: what reports call it.
+        times: how often it is done, each time.
     """
 
+    kind: str
     arguments: Mapping[str, Any]
-    names: Mapping[str, str]
+    name: str
     times: int = 1
 
-    def without(self, measure: str) -> Work:
-        return replace(self, names={kind: name for kind, name in self.names.items() if kind != measure})
-
-    def run(self, model: Any) -> dict[str, float]:
-        """The seconds of each, by what reports call it."""
+    def run(self, model: Any) -> float:
+        """The seconds that it takes."""
         taken, cache = parameters_of(model), cache_argument(model)
-        seconds = dict.fromkeys(self.names, 0.0)
-
-        def measure(kind: str, call: Callable[..., Any], **arguments: Any) -> Any:
-            elapsed, given = timed(device_of(model), lambda: call(**arguments))
-            seconds[kind] = seconds.get(kind, 0.0) + elapsed / self.times
-            return given
-
+        seconds = 0.0
         for _ in range(self.times):
-            arguments = fitted(dict(self.arguments), model)
+            arguments = fitted(self.arguments, model)
             with torch.no_grad():
-                if "forward" in self.names:
-                    measure("forward", model, **arguments)
-                elif self.names.keys() & {"prefill", "decode"}:
+                if self.kind == "training":
+                    uncached = {"use_cache": False} if "use_cache" in taken else {}
+                    call = partial(_train, model, arguments | uncached)
+                elif self.kind == "forward":
+                    call = partial(model, **arguments)
+                else:
                     last = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
-                    given = measure("prefill", model, **arguments, use_cache=True, **last)
-                    memory = {str(cache): getattr(given, str(cache))}
-                    measure("decode", _decode, model=model, arguments=arguments, memory=memory)
-            if "training" in self.names:
-                uncached = {"use_cache": False} if "use_cache" in taken else {}
-                measure("training", _train, model=model, arguments=arguments | uncached)
-        return {name: seconds[kind] for kind, name in self.names.items()}
+                    call = partial(model, **arguments, use_cache=True, **last)
+                    if self.kind == "decode":
+                        call = partial(_decode, model, arguments, {str(cache): getattr(call(), str(cache))})
+                seconds += timed(device_of(model), call)[0]
+        return seconds / self.times
 
 
 def _decode(model: Any, arguments: dict[str, Any], memory: dict[str, Any]) -> None:
@@ -167,69 +161,46 @@ def _train(model: Any, arguments: dict[str, Any]) -> None:
         model.zero_grad(set_to_none=True)
 
 
-def works_of(model: Any, side: Side, inputs: Any, parts: Sequence[str], seconds: float, seed: int) -> list[Work]:
-    """What stock can be run on, in about so many seconds each round.
+def works_of(model: Any, batches: Sequence[Mapping[str, Any]], parts: Sequence[str], are_given: bool) -> list[Work]:
+    """What stock can be made to do: decoders go on from a prompt, others are only run.
 
     Args:
         model: stock.
-        inputs: arguments of the forward, or several; by default texts, or what the model takes in their place.
+        batches: arguments of the forward.
         parts: what is measured.
+        are_given: whether somebody asks for these batches; of others one is enough for a step of training.
 
     Raises:
-        InvalidPatcherError: inputs that stock doesn't run.
+        InvalidPatcherError: batches that are given, and stock can't be run on one.
     """
-    works = [
-        _work(model, each, parts)
-        for each in (_batches(model, side, seconds, seed) if inputs is None else _given(inputs))
-    ]
-    found: list[Work] = []
-    for number, work in enumerate(works, 1):
-        if inputs is None and number < len(works):  # a step of training takes the longest
-            work = work.without("training")
-        try:
-            try:
-                taken = sum(work.run(model).values())
-            except Exception:
-                work = work.without("training")
-                taken = sum(work.run(model).values())
-        except Exception as error:
-            if inputs is not None:
-                raise InvalidPatcherError(
-                    f"stock can't be run on inputs={list(work.arguments)}: {error_text(error)}"
-                ) from error
-        else:
-            found.append(replace(work, times=min(_TIMES, max(1, round(_SHORTEST / max(taken, 1e-6))))))
-    is_run = any(part not in ("load", "memory") for part in parts)
-    return [work for work in found if work.names or not is_run]  # a load alone runs it once too
-
-
-def _work(model: Any, arguments: Mapping[str, Any], parts: Sequence[str]) -> Work:
-    """All that can be done with a batch: decoders go on from a prompt, others are only run."""
-    ids = arguments.get("input_ids")
-    counts = [len(each) for each in arguments.values() if isinstance(each, torch.Tensor) and each.dim()]
-    title = f"{' x '.join(map(str, ids.shape))} tokens" if ids is not None else f"a batch of {(counts or [1])[0]}"
-    decodes = ids is not None and model.can_generate() and not model.config.is_encoder_decoder
-    names = {"forward": f"forward, {title}"}
-    if decodes and cache_argument(model) is not None:
-        names = {"prefill": f"prefill, {title}", "decode": f"decode, {STEPS} after {title}"}
-    names |= {"training": f"training step, {title}"}
+    works: list[Work] = []
     wanted = {*parts, *(["forward"] if "prefill" in parts else [])}
-    return Work(arguments, {kind: name for kind, name in names.items() if kind in wanted})
+    for number, arguments in enumerate(batches, 1):
+        ids = arguments.get("input_ids")
+        counts = [len(each) for each in arguments.values() if isinstance(each, torch.Tensor) and each.dim()]
+        title = f"{' x '.join(map(str, ids.shape))} tokens" if ids is not None else f"a batch of {(counts or [1])[0]}"
+        decodes = ids is not None and model.can_generate() and not model.config.is_encoder_decoder
+        is_decoder = decodes and cache_argument(model) is not None
+        names = {"prefill": title, "decode": f"{STEPS} after {title}"} if is_decoder else {"forward": title}
+        names |= {"training": title} if are_given or number == len(batches) else {}
+        for kind, what in names.items():
+            work = Work(kind, arguments, f"{'training step' if kind == 'training' else kind}, {what}")
+            try:
+                taken = work.run(model) if kind in wanted else 0.0
+            except Exception as error:
+                if are_given and kind != "training":
+                    raise InvalidPatcherError(
+                        f"stock can't be run on inputs={list(arguments)}: {error_text(error)}"
+                    ) from error
+            else:
+                times = min(_TIMES, max(1, round(_SHORTEST / max(taken, 1e-6))))
+                works += [replace(work, times=times)] if kind in wanted else []
+    return works
 
 
-def _given(inputs: Any) -> list[Mapping[str, Any]]:
-    several = [inputs] if isinstance(inputs, Mapping) else list(inputs)
-    for each in several:
-        if not isinstance(each, Mapping) or not each:
-            raise InvalidPatcherError(
-                f"inputs are the arguments of a forward by name, or a list of such, found {each!r}; write "
-                'inputs=tokenizer(texts, return_tensors="pt").'
-            )
-    return several
-
-
-def _batches(model: Any, side: Side, seconds: float, seed: int) -> list[dict[str, Any]]:
-    """One row and several, with as many tokens as there is time for; of a model that takes no texts what it takes."""
+def batches_of(model: Any, side: Side, seconds: float, seed: int) -> list[dict[str, Any]]:
+    """One row and several, with as many tokens as there is time for in a round of so many seconds; of a model that
+    takes no texts what it takes."""
     processor = processor_of(side.folder, side.options)
     if "input_ids" in parameters_of(model):
         rows = token_rows(model, processor, seed)
@@ -243,8 +214,8 @@ def _batches(model: Any, side: Side, seconds: float, seed: int) -> list[dict[str
         with suppress(Exception), torch.no_grad():
             shortest = fitted(of(_LENGTHS[-1], 1), model)
             model(**shortest)
-            # Two prompts of about as many tokens, and training, which takes three times as long as one of them.
-            by_token = 5 * timed(device_of(model), lambda: model(**shortest))[0] / _LENGTHS[-1]
+            # Four prompts of about as many tokens, and training, which takes three times as long as one of them.
+            by_token = 7 * timed(device_of(model), lambda: model(**shortest))[0] / _LENGTHS[-1]
             length = next((each for each in _LENGTHS if each * by_token <= seconds), _LENGTHS[-1])
             return [of(max(8, length // rows), rows) for rows in BATCHES]
     passes = chosen_passes(model, processed(model, processor))
@@ -254,7 +225,9 @@ def _batches(model: Any, side: Side, seconds: float, seed: int) -> list[dict[str
 # --- loads
 
 
-def loaded(side: Side, scratch: Path, seed: int, work: Work) -> tuple[Any, list[torch.Tensor], dict[str, float]]:
+def loaded(
+    side: Side, scratch: Path, seed: int, arguments: Mapping[str, Any]
+) -> tuple[Any, list[torch.Tensor], dict[str, float]]:
     """Load a model and run it once: weights of a file that is only mapped are read by the first run. What it gives,
     and the seconds and bytes that it took."""
     with suppress(AttributeError, OSError):  # what glibc keeps for later would not be counted
@@ -263,27 +236,26 @@ def loaded(side: Side, scratch: Path, seed: int, work: Work) -> tuple[Any, list[
         torch.cuda.reset_peak_memory_stats()
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # of Linux: the peak is counted anew
-    before = {kind: _held(kind) for kind in ("cpu", "cuda")}
+    before = {kind: _held(kind)[0] for kind in ("cpu", "cuda")}
     started = time.perf_counter()
     model = side.load(scratch, seed)
     device = device_of(model)
     with torch.no_grad():
-        outputs = [each.float().cpu() for each in floating_tensors(model(**fitted(dict(work.arguments), model)))]
+        outputs = [each.float().cpu() for each in floating_tensors(model(**fitted(arguments, model)))]
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-    seconds, held, most = time.perf_counter() - started, before.get(device.type), _held(device.type, at_most=True)
-    return model, outputs, {"load": seconds} | ({} if held is None or most is None else {"memory": most - held})
+    seconds = time.perf_counter() - started
+    return model, outputs, {"load": seconds, "memory": _held(device.type)[1] - before.get(device.type, 0)}
 
 
-def _held(kind: str, *, at_most: bool = False) -> float | None:
-    """How many bytes the process holds, or on a GPU; or how many it has at most. None where it isn't known."""
+def _held(kind: str) -> tuple[int, int]:
+    """How many bytes the process holds, or on a GPU, and how many at most; 0 where it isn't known."""
     if kind == "cuda" and torch.cuda.is_available():
-        return float(torch.cuda.max_memory_allocated() if at_most else torch.cuda.memory_allocated())
+        return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
     with suppress(OSError):
-        name = "VmHWM" if at_most else "VmRSS"
-        found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text()) if kind == "cpu" else None
-        return 1024.0 * int(found[1]) if found else None
-    return None
+        found = dict(re.findall(r"(VmRSS|VmHWM):\s+(\d+) kB", Path("/proc/self/status").read_text()))
+        return 1024 * int(found["VmRSS"]), 1024 * int(found["VmHWM"])
+    return 0, 0
 
 
 # --- rounds
@@ -309,93 +281,113 @@ class Rounds:
     checks: bool  # whether what isn't the same as stock is left out
     started: float
     models: dict[Any, Any] = field(default_factory=dict)  # STOCK, AGAIN, or a patcher
+    batches: Sequence[Mapping[str, Any]] = ()
     works: list[Work] = field(default_factory=list)
     rounds: list[Figures] = field(default_factory=list)
     candidates: list[Patcher] = field(default_factory=list)
     left_out: dict[Patcher, str] = field(default_factory=dict)
     loading: float = 0.0
 
-    def __post_init__(self) -> None:
-        self.random = random.Random(self.seed)
-
     @property
     def passed(self) -> float:
         """Seconds since it began."""
         return time.perf_counter() - self.started
 
-    def verify(self, patchers: Iterable[Patcher]) -> None:
-        """Leave out those that aren't what stock is."""
+    def measure(self, patchers: Sequence[Patcher], inputs: Any) -> None:
+        """All of it: those that aren't what stock is are left out, then rounds of the others and of their parts."""
+        members = unique(member for each in patchers for member in measured_members(each))
+        candidates = candidates_of(patchers, members)
         options = {name: value for name, value in self.side.options.items() if name not in ("dtype", "torch_dtype")}
         options |= {"model_class": self.side.cls, "quick": True, "seed": self.seed, "progress": False}
-        for each in patchers:
+        for each in patchers if self.checks else ():
             self._tell("verification")
             found = verify(self.side.folder, each, **options)
             if not found.passed:
                 self.left_out[each] = f"it differs from stock: {'; '.join(found.failures)}"
+        self._prepare(inputs, len(candidates))
+        are_all = len(members) <= FEW
+        self._rounds(candidates, 1.0 if are_all else 0.5)
+        if not are_all:  # those that are faster by themselves, together, beside what was given
+            whole = {key: gains[ALL].ratio for key, gains in self.gains().items() if key in members and ALL in gains}
+            faster = sorted((each for each in whole if whole[each] < 1 - LEAST), key=whole.__getitem__)
+            self._rounds(unique([*patchers, *joined(faster), *faster[:1]]), 1.0)
 
-    def prepare(self, inputs: Any, count: int) -> None:
+    def _prepare(self, inputs: Any, count: int) -> None:
         """What stock is run on, where so many patchers are measured."""
         self._tell("inputs")
-        self.models[STOCK] = stock = self.side.load(self.scratch, self.seed)
+        stock = self.side.load(self.scratch, self.seed)
+        given: list[Any] = [inputs] if isinstance(inputs, Mapping) else [] if inputs is None else list(inputs)
+        for each in given:
+            if not isinstance(each, Mapping) or not each:
+                raise InvalidPatcherError(
+                    f"inputs are the arguments of a forward by name, or a list of such, found {each!r}; write "
+                    'inputs=tokenizer(texts, return_tensors="pt").'
+                )
         seconds = (self.seconds - self.passed) * (1 - _LOADING) / (_WANTED * (count + 2))
-        self.works = works_of(stock, self.side, inputs, self.parts, seconds, self.seed)
-        if not self.works:
+        self.batches = given or batches_of(stock, self.side, seconds, self.seed)
+        self.works = works_of(stock, self.batches, self.parts, are_given=inputs is not None)
+        if not self.batches or not (self.works or {*self.parts} <= {"load", "memory"}):
             raise InvalidPatcherError(
                 f"{self.side.class_name} runs on none of the inputs that were tried; write "
                 "benchmark(..., inputs={...}), the arguments of its forward."
             )
 
-    def measure(self, candidates: Sequence[Patcher], share: float = 1.0) -> None:
-        """Rounds of these, until so much of the time is over; the first, in which all is new, doesn't count."""
+    def _rounds(self, candidates: Sequence[Patcher], share: float) -> None:
+        """Rounds of these, until so much of the time is over; the first loads, in which all is new, don't count."""
         self.candidates = unique([*self.candidates, *candidates])
+        keys = [STOCK, AGAIN, *candidates]
         with suppress(OverError):
-            self._round(candidates, self.works[:1], is_first=True)
+            _, outputs = self._load(keys)
+            allowed = _APART * TOLERANCES.get(self.models[STOCK].dtype, 1e-5)
+            for key in outputs if self.checks else ():
+                apart = difference(outputs[key], outputs[STOCK])
+                if not apart.within(allowed):
+                    self.left_out[key] = f"its outputs differ from stock's by {apart.absolute:.2g}"
             for _ in range(_ENOUGH):
                 started = self.passed
-                self.rounds.append(self._round(candidates, self.works))
+                self.rounds.append(self._round(keys))
                 if 2 * self.passed - started > share * self.seconds:
                     break
 
-    def _round(self, candidates: Sequence[Patcher], works: Sequence[Work], *, is_first: bool = False) -> Figures:
+    def _round(self, keys: Sequence[Any]) -> Figures:
         self._tell(f"round {len(self.rounds) + 1}")
-        keys = [STOCK, AGAIN, *candidates]
         found: Figures = {key: {} for key in keys}
-        # Anew, so that it isn't luck where weights lie; where that takes too long, once.
-        if is_first or not self.kinds or self.loading <= _LOADING * self.passed:
-            self._load(keys, found, is_first)
-        for work in works:
+        # Loaded anew, so that it isn't luck where weights lie; where that takes too long, once.
+        if not self.works or self.loading <= _LOADING * self.passed:
+            found, _ = self._load(keys)
+        for work in self.works:
             for key in self._in_turn(keys):
                 try:
-                    found[key].update(work.run(self.models[key]))
+                    found[key][work.name] = work.run(self.models[key])
                 except Exception as error:  # stock could: the patcher can't
                     if not isinstance(key, Patcher):
                         raise
-                    self.left_out[key] = f"{', '.join(work.names.values())}: {error_text(error)}"
+                    self.left_out[key] = f"{work.name}: {error_text(error)}"
+        for figures in found.values() if self.works else ():
+            kinds: dict[str, list[float]] = {}
+            for work in self.works:
+                kinds.setdefault(work.kind, []).append(log(figures.get(work.name, 1.0)))
+            if all(work.name in figures for work in self.works):
+                figures[ALL] = exp(fmean(map(fmean, kinds.values())))
         return found
 
-    def _load(self, keys: Sequence[Any], found: Figures, is_first: bool) -> None:
-        """Load all anew. The first time what computes something else than stock is left out."""
-        started, outputs = self.passed, dict[Any, list[torch.Tensor]]()
+    def _load(self, keys: Sequence[Any]) -> tuple[Figures, dict[Any, list[torch.Tensor]]]:
+        """Load all anew. What was measured, and what they give."""
+        started, found, outputs = self.passed, Figures(), dict[Any, list[torch.Tensor]]()
         self.models.clear()
         gc.collect()
         for key in self._in_turn(keys):
-            patcher = key if isinstance(key, Patcher) else None
+            side = replace(self.side, patcher=key if isinstance(key, Patcher) else None)
             try:
-                self.models[key], outputs[key], figures = loaded(
-                    replace(self.side, patcher=patcher), self.scratch, self.seed, self.works[0]
-                )
+                self.models[key], outputs[key], figures = loaded(side, self.scratch, self.seed, self.batches[0])
             except Exception as error:
-                if patcher is None:
+                if side.patcher is None:
                     raise
-                self.left_out[patcher] = error_text(error)
+                self.left_out[key] = error_text(error)
             else:
-                found[key] |= {name: value for name, value in figures.items() if name in self.parts}
-        allowed = _APART * TOLERANCES.get(self.models[STOCK].dtype, 1e-5)
-        for key in outputs if is_first and self.checks else ():
-            apart = difference(outputs[key], outputs[STOCK])
-            if not apart.within(allowed):
-                self.left_out[key] = f"its outputs differ from stock's by {apart.absolute:.2g}"
+                found[key] = {name: value for name, value in figures.items() if name in self.parts and value > 0}
         self.loading += self.passed - started
+        return found, outputs
 
     def _tell(self, what: str) -> None:
         self.step(what, self.passed / self.seconds)
@@ -403,25 +395,16 @@ class Rounds:
     def _in_turn(self, keys: Iterable[Any]) -> Iterator[Any]:
         """In an order that is drawn, until twice the time is nearly over."""
         kept = [key for key in keys if key not in self.left_out]
-        for key in self.random.sample(kept, len(kept)):
+        for key in random.sample(kept, len(kept)):  # seeded around all of it
             if self.passed > 1.8 * self.seconds:
                 raise OverError
             yield key
 
     # --- what was found
 
-    @property
-    def kinds(self) -> dict[str, list[str]]:
-        """The kinds of what is run, and the figures of each."""
-        kinds: dict[str, list[str]] = {}
-        for work in self.works:
-            for kind, name in work.names.items():
-                kinds.setdefault(kind, []).append(name)
-        return kinds
-
     def of_stock(self) -> dict[str, float]:
         """The medians of stock."""
-        names = ["load", "memory", *(name for listed in self.kinds.values() for name in listed)]
+        names = ["load", "memory", *(work.name for work in self.works)]
         values = {name: [each[STOCK][name] for each in self.rounds if name in each[STOCK]] for name in names}
         return {name: median(listed) for name, listed in values.items() if listed}
 
@@ -432,17 +415,10 @@ class Rounds:
             found: dict[tuple[Patcher, str], Gain] = {}
             for key in self.candidates:
                 for name in names if key not in self.left_out else ():
-                    rows = [row for each in self.rounds if key in each and (row := self._row(each, key, name))]
+                    three = [[each.get(one, {}).get(name) for one in (STOCK, AGAIN, key)] for each in self.rounds]
+                    rows = [[log(figure) for figure in row if figure] for row in three if all(row)]
                     if rows:
                         found[key, name] = gain(rows)
             for (key, name), one in decided(found).items():
                 gains.setdefault(key, {})[name] = one
         return gains
-
-    def _row(self, figures: Figures, key: Patcher, name: str) -> list[float]:
-        """The logarithms of stock, stock again and a patcher, where all three have it."""
-        three = [figures[each] for each in (STOCK, AGAIN, key)]
-        kinds = list(self.kinds.values()) if name == ALL else [[name]]
-        if not kinds or not all(each.get(inner, 0) > 0 for some in kinds for inner in some for each in three):
-            return []
-        return [fmean(fmean(log(each[inner]) for inner in some) for some in kinds) for each in three]

@@ -146,7 +146,8 @@ def _small(default: PretrainedConfig) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for name, value in SMALL.items():
         computed = isinstance(getattr(type(default), renamed.get(name, name), None), property)
-        if name in known | renamed and not computed and _of_a_type(getattr(default, name, None), value):
+        types = {type(each) for each in (getattr(default, name, None), value) if each is not None}
+        if name in known | renamed and not computed and len(types) < 2:
             arguments[name] = value
     if "qk_rope_head_dim" in arguments:  # of the part with rotary embeddings alone: it follows
         arguments.pop("head_dim", None)
@@ -154,7 +155,3 @@ def _small(default: PretrainedConfig) -> dict[str, Any]:
         if isinstance(part, PretrainedConfig):
             arguments[name] = _small(part) | {"model_type": part.model_type}
     return arguments
-
-
-def _of_a_type(one: Any, other: Any) -> bool:
-    return one is None or other is None or type(one) is type(other)

@@ -149,7 +149,7 @@ def test_what_fails_somewhere_is_not_measured_and_the_reason_is_given(llama: Pat
     found = measured(llama, Patcher({"LlamaMLP": RaisesInTraining}), seconds=2.0)
     assert (found.measured, found.best) == ((), None)
     ((_, why),) = found.left_out
-    assert why.startswith("prefill, ")
+    assert why.startswith("training step, ")
     assert "NotImplementedError: no backward pass" in why
 
 
