@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import math
 import platform
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from inspect import isfunction
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import transformers
 from transformers.core_model_loading import WeightTransform
 
 from patcher.display.parts import Bar, Cell, Chart, Notes, Part, Table, Tone
-from patcher.display.shown import Displayable
+from patcher.display.shown import Displayable, pluralize
 from patcher.errors import InvalidPatcherError
 from patcher.integrations import install
 from patcher.spec.forward_of import ForwardOf
@@ -27,12 +28,10 @@ from patcher.spec.patcher import Patcher
 from patcher.spec.validation import MAPPINGS, not_a_patcher
 from patcher.verification.comparing import requested
 from patcher.verification.gains import LEAST, Gain, rounds_needed
-from patcher.verification.members import FEW, candidates_of, joined, measured_members, unique
 from patcher.verification.passes import device_of
 from patcher.verification.progress import under_way
-from patcher.verification.rounds import ALL, STOCK, Rounds
+from patcher.verification.rounds import ALL, MEASURES, STOCK, Rounds, measured_members
 from patcher.verification.sides import side_of
-from patcher.verification.works import MEASURES
 
 
 @dataclass(frozen=True)
@@ -42,16 +41,14 @@ class Measured:
     Attributes:
         patcher: what was measured.
         gains: what was run -> what became of it; "all that is run" is the mean of prompts, decoding and training.
-        failed: what was run -> what was raised there.
     """
 
     patcher: Patcher
     gains: Mapping[str, Gain]
-    failed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def whole(self) -> Gain | None:
-        """All that is run, where nothing of it has failed."""
+        """All that is run, if more than loads is."""
         return self.gains.get(ALL)
 
     @property
@@ -66,7 +63,7 @@ class Measured:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it for JSON."""
-        return {**vars(self), "patcher": repr(self.patcher), "pays": self.pays}
+        return {"patcher": repr(self.patcher), "pays": self.pays, "gains": self.gains}
 
 
 @dataclass(frozen=True)
@@ -87,6 +84,8 @@ class Benchmark(Displayable):
         seconds: the time that it took.
     """
 
+    _also = ("python",)
+
     model: str
     checkpoint: str
     dtype: str
@@ -103,21 +102,26 @@ class Benchmark(Displayable):
     def best(self) -> Patcher | None:
         """The patcher to take: of those that pay the one that is the fastest in all that is run, or one of fewer
         members that takes no more than a hundredth longer."""
+        found = self._best
+        return None if found is None else found.patcher
+
+    @property
+    def _best(self) -> Measured | None:
         ratios = {each.patcher: each.gains[ALL].ratio for each in self.measured if each.pays}
-        fastest = [each for each in ratios if ratios[each] <= min(ratios.values()) * (1 + LEAST)]
-        return min(fastest, key=lambda each: (len(measured_members(each)), ratios[each]), default=None)
+        most = min(ratios.values(), default=0.0) * (1 + LEAST)
+        fastest = [each for each in self.measured if ratios.get(each.patcher, math.inf) <= most]
+        return min(fastest, key=lambda each: (len(measured_members(each.patcher)), ratios[each.patcher]), default=None)
 
     @property
     def python(self) -> str:
         """The best one as Python to paste, with where it was measured; "" where there is none."""
-        found = self._measured_best()
+        found = self._best
         if found is None:
             return ""
-        groups = [f"{name} {each.ratio:.2f}" for name, each in found.gains.items() if name != ALL]
+        groups = "; ".join(f"{name} {each.ratio:.2f}" for name, each in found.gains.items() if name != ALL)
         return (
             f"# {found.gains[ALL].ratio:.2f} of stock's time on {self.checkpoint} ({self.model}, {self.dtype}):\n"
-            f"# {'; '.join(groups)}\n# measured on {self.date}: {self.machine}; {self._versions}\n"
-            + as_python(found.patcher)
+            f"# {groups}\n# measured on {self.date}: {self.machine}; {self._versions}\n" + as_python(found.patcher)
         )
 
     @property
@@ -127,11 +131,7 @@ class Benchmark(Displayable):
     def to_dict(self) -> dict[str, Any]:
         """All of it in dicts, lists, texts and numbers, for JSON; patchers as they are written, and `best`."""
         left_out = [{"patcher": repr(patcher), "why": why} for patcher, why in self.left_out]
-        best = None if self.best is None else repr(self.best)
-        return super().to_dict() | {"left_out": left_out, "best": best, "python": self.python}
-
-    def _measured_best(self) -> Measured | None:
-        return next((each for each in self.measured if each.patcher is self.best), None)
+        return super().to_dict() | {"left_out": left_out, "best": None if self.best is None else repr(self.best)}
 
     @property
     def _too_few(self) -> str:
@@ -140,16 +140,15 @@ class Benchmark(Displayable):
             return f"no round was finished; give it more time: seconds={max(60.0, 4 * self.seconds):.0f}"
         if not self.measured or self.rounds >= needed:
             return ""
-        longer = self.seconds * (needed + 1) / max(self.rounds, 1)
+        longer = self.seconds * (needed + 1) / self.rounds
         return f"{self.rounds} can't tell a gain from noise, {needed} can: seconds={longer:.0f}"
 
     def _headline(self) -> str:
-        found = self._measured_best()
+        found = self._best
         none = "too few rounds to tell" if self._too_few else "no patcher pays"
         what = none if found is None else f"{found.label} takes {found.gains[ALL].ratio:.2f} of the time"
-        times = f"{self.rounds} round{'' if self.rounds == 1 else 's'}"
         where = ", ".join(filter(None, [self.dtype, self.checkpoint]))
-        return f"{self.model}: {what} ({where}, {times} in {self.seconds:.0f} s)"
+        return f"{self.model}: {what} ({where}, {pluralize(self.rounds, 'round')} in {self.seconds:.0f} s)"
 
     def _verdict(self) -> Cell:
         none = Cell("UNDECIDED", "warning") if self._too_few else Cell("NO DIFFERENCE", "dim")
@@ -159,27 +158,22 @@ class Benchmark(Displayable):
         yield Notes("Take", [self.python] if self.python else [], "good")
         yield Notes("Too few rounds", [self._too_few] if self._too_few else [], "warning")
         bars: list[Bar] = []
+        again: dict[str, str] = {}
         for each in self.measured:
-            ordered = sorted(each.gains.items(), key=lambda item: item[0] != ALL)
-            for name, one in ordered:
+            for name, one in sorted(each.gains.items(), key=lambda item: item[0] != ALL):
                 tone: Tone = "dim" if not one.differs else "good" if one.ratio < 1 else "bad"
                 inside = name != ALL and each.whole is not None
                 label = each.label if name == ALL else name if inside else f"{each.label}: {name}"
                 bars.append(Bar(label, one.ratio, inside, "", f"{one.ratio:.2f}  {one.verdict}", tone))
+                again[name] = f"{one.again:.3f}"
         yield Chart("Time, or memory, as a share of stock's", bars, 1.0, is_share=True)
-        again = {name: one.again for each in self.measured for name, one in each.gains.items()}
-        rows = [(name, _shown(name, value), f"{again[name]:.3f}" if name in again else "")
-                for name, value in self.stock.items()]  # fmt: skip
+        values = {name: f"{value / 2**20:.0f} MiB" if name == "memory" else f"{value * 1000:.1f} ms"
+                  for name, value in self.stock.items()}  # fmt: skip
+        rows = [(name, value, again.get(name, "")) for name, value in values.items()]
         yield Table("Stock", ("", "stock", "stock again / stock"), rows)
-        yield Table("Fails", ("patcher", "at", "with"), [(each.label, *item) for each in self.measured
-                                                        for item in each.failed.items()])  # fmt: skip
         left_out = [(each.name or repr(each), why) for each, why in self.left_out]
         yield Table("Not measured", ("patcher", "why"), left_out)
         yield Notes("Measured", [f"{self.date}, {self.machine}", self._versions], "")
-
-
-def _shown(name: str, value: float) -> str:
-    return f"{value / 2**20:.0f} MiB" if name == "memory" else f"{value * 1000:.1f} ms"
 
 
 def benchmark(
@@ -248,20 +242,10 @@ def benchmark(
     started = time.perf_counter()
     if torch.cuda.is_available():
         options = {"device_map": "cuda"} | options
-    with under_way("measuring", seed, {"": 1.0}, progress) as (scratch, step):
+    with under_way("measuring", seed, [""], progress) as (scratch, step):
         side = side_of(model, options, scratch, seed, model_class)
-        run = Rounds(side, scratch, seed, seconds, step, parts, verify, started=started)
-        members = unique(member for each in patchers for member in measured_members(each))
-        candidates = candidates_of(patchers, members)
-        if verify:
-            run.verify(patchers)
-        run.prepare(inputs, len(candidates))
-        are_all = len(members) <= FEW
-        run.measure([each for each in candidates if each not in run.left_out], 1.0 if are_all else 0.5)
-        if not are_all:  # those that are faster by themselves, together, beside what was given
-            whole = {key: gains[ALL].ratio for key, gains in run.gains().items() if key in members and ALL in gains}
-            faster = sorted((each for each in whole if whole[each] < 1 - LEAST), key=whole.__getitem__)
-            run.measure(unique([*patchers, *joined(faster), *faster[:1]]), 1.0)
+        run = Rounds(side, scratch, seed, seconds, step, parts, verify, started)
+        run.measure(patchers, inputs)
         stock = run.models.get(STOCK)
         return Benchmark(
             model=side.class_name if stock is None else type(stock).__name__,
@@ -272,7 +256,7 @@ def benchmark(
             | {each: importlib.metadata.version(each) for each in ("torch", "transformers", "patcher")},
             date=datetime.date.today().isoformat(),
             stock=run.of_stock(),
-            measured=tuple(Measured(key, gains, run.failed.get(key, {})) for key, gains in run.gains().items()),
+            measured=tuple(Measured(key, gains) for key, gains in run.gains().items()),
             left_out=tuple(run.left_out.items()),
             rounds=len(run.rounds),
             seconds=run.passed,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,9 +28,8 @@ from patcher.spec.patcher import Patcher
 from patcher.verification.comparing import Pair, Reference, Stage, UncheckedError, error_text, requested
 from patcher.verification.inputs import NoInputsError, chosen_passes, processed, processor_of
 from patcher.verification.layers import layer_errors
-from patcher.verification.modules import HALVES, eager, precision_stage
-from patcher.verification.numerics import Difference, differences
-from patcher.verification.passes import Pass, fitted
+from patcher.verification.modules import HALVES, eager, learned, precision_stage, training_stage
+from patcher.verification.passes import Pass, differences, fitted, noting_calls
 from patcher.verification.sides import Side, fit_threads
 from patcher.verification.texts import (
     CHUNKS,
@@ -43,7 +42,6 @@ from patcher.verification.texts import (
     token_rows,
     windows_of,
 )
-from patcher.verification.training import learned, training_stage
 
 #: How far outputs may be apart, in units of the largest magnitude of stock's (of 1 where that is smaller); `verify`
 #: says why. Half-precision types round each result of a layer but sum in float32.
@@ -56,7 +54,25 @@ WINDOW = 16
 NEW_TOKENS = 5
 
 
-@dataclass
+class Inputs(NamedTuple):
+    """What both models are run on.
+
+    Attributes:
+        runs: all, by name.
+        chosen: of them those that reach the layers that texts don't: images, sounds, parts of the model by themselves.
+        references: what stock gives, with all of its layers, for the simplest texts and for the chosen.
+    """
+
+    runs: dict[str, Pass]
+    chosen: list[Pass]
+    references: list[Reference]
+
+    def named(self, *names: str) -> list[Pass]:
+        """The passes of these names, else those that reach what others don't."""
+        return [self.runs[name] for name in names if name in self.runs] or self.chosen
+
+
+@dataclass(eq=False)
 class Run:
     """One comparison: what is compared and how, and what has been found so far."""
 
@@ -65,53 +81,44 @@ class Run:
     dtype: torch.dtype
     seed: int
     scratch: Path  # an empty folder, for what is saved and offloaded
-    names: Iterable[str]  # of the stages to run
-    step: Callable[[str], None] = lambda _: None  # called with the name of each step
+    step: Callable[[str], None]  # called with the name of each step
     quick: bool = False
     allowed: float | None = None  # in place of the tolerance of the type
-    replaced: int = 0
-    calling: int = 0
-    floor: float | None = None
-    runs: dict[str, Pass] = field(default_factory=dict)  # all inputs by name
-    texts: list[Pass] = field(default_factory=list)  # those of them that are run with a few layers only
-    chosen: dict[str, Pass] = field(default_factory=dict)  # those of them that reach what texts don't
-    references: list[Reference] = field(default_factory=list)  # the others, with all layers
-    labelled: list[Pass] = field(default_factory=list)  # one that gives a loss, if there is any
     stock: Any = None
     pair: Pair = field(init=False)  # both models, when they are loaded
-    patched: set[str] = field(init=False)  # the paths of the modules that were replaced or fused
-    by_class: list[str] = field(init=False)  # of these one for each pair of classes
+    patched: set[str] = field(default_factory=set)  # the paths of the modules that were replaced or fused
+    by_class: list[str] = field(default_factory=list)  # of these one for each pair of classes
+    calling: int = 0  # how many modules call replaced functions
+    floor: float | None = None
+    labelled: list[Pass] = field(default_factory=list)  # one that gives a loss, if there is any
     failing: Reference | None = None  # the first of `outputs` that is wrong
 
-    def stages(self) -> Iterator[Stage]:
+    def stages(self, names: Iterable[str]) -> Iterator[Stage]:
         """Load both, then check one thing after another."""
         before = time.perf_counter()
         self.step("load")
         self.stock = self._load(self.theirs)
         fit_threads(self.stock)
-        failed: set[str] = set()
-        for name in self.names:
+        are_wrong = False
+        for name in names:
             if name != "load":
                 self.step(name)
-            if "outputs" in failed and CHECKS[name].repeats:
+            if are_wrong and name in _REPEATING:
                 stage = Stage(name, True, message="not checked: the outputs are wrong already", checked=False)
             else:
                 stage = self.stage(name)
             now = time.perf_counter()
             yield replace(stage, seconds=now - before)
             before = now
-            failed |= set() if stage.passed else {name}
-            if "load" in failed:
+            are_wrong |= name == "outputs" and not stage.passed
+            if name == "load" and not stage.passed:
                 return
 
     def stage(self, name: str) -> Stage:
         """What one of the stages finds."""
-        check = CHECKS[name]
         try:
             with torch.no_grad():
-                if check.needs_inputs and not self.references:
-                    self._find_inputs()
-                return check.check(self)
+                return STAGES[name](self)
         except NoInputsError as error:  # what wasn't compared is not the same
             text = "stock runs on none of the inputs that were tried"
             return Stage(name, False, message=f"{text}; the first error: {error}")
@@ -122,7 +129,8 @@ class Run:
 
     def fails(self, mine: Side, name: str) -> bool:
         """Whether a stage that has failed fails with another model as well: `outputs` on the input on which it has."""
-        run = replace(self, mine=mine, scratch=Path(tempfile.mkdtemp(dir=self.scratch)))
+        run = copy.copy(self)
+        run.mine, run.scratch = mine, Path(tempfile.mkdtemp(dir=self.scratch))
         loaded = run.stage("load").passed
         if name == "load" or not loaded:  # nothing that could be compared
             return name == "load" and not loaded
@@ -131,56 +139,50 @@ class Run:
         if name != "outputs" or self.failing is None:
             return not run.stage(name).passed
         with torch.no_grad():
-            _, text, _ = run.pair.beside(self.failing, self.tolerance)
-        return bool(text)
+            return bool(run.pair.beside(self.failing, self.tolerance)[1])
 
-    # --- loads
+    @property
+    def tolerance(self) -> float:
+        """How far outputs may be apart."""
+        return max(TOLERANCES[self.dtype], FLOORS * (self.floor or 0.0)) if self.allowed is None else self.allowed
+
+    # --- models and inputs
 
     def _load(self, side: Side, **more: Any) -> Any:
         return side.load(self.scratch, self.seed, **{"dtype": self.dtype, **more})
 
-    def _pair(self, theirs: Side, mine: Side, **more: Any) -> Pair:
-        """Both with other options; what stock raises leaves a stage unchecked."""
+    def _pair(self, values: Mapping[str, Any] | None = None, **more: Any) -> Pair:
+        """Both with other options, or other values in the config by their paths; what stock raises leaves a stage
+        unchecked."""
+        sides = [self.theirs, self.mine]
+        if values:
+            config = more["config"] = copy.deepcopy(self.stock.config)
+            parts = dict(parts_of(config))
+            for path, value in values.items():
+                head, dot, name = path.rpartition(".")
+                setattr(parts[head + dot], name, value)
+            # What an option has put into the config would be taken for an argument of the model beside a config.
+            kept = [{key: each for key, each in side.options.items() if not hasattr(config, key)} for side in sides]
+            sides = [replace(side, options=options) for side, options in zip(sides, kept, strict=True)]
         try:
-            stock = self._load(theirs, **more)
+            stock = self._load(sides[0], **more)
         except Exception as error:
             raise UncheckedError(f"stock raises {error_text(error)}") from None
-        return Pair(stock, self._load(mine, **more), mine.name)
+        return Pair(stock, self._load(sides[1], **more), self.mine.name)
 
-    def _pair_with(self, values: Mapping[str, Any]) -> Pair:
-        """Both with other values in the config, by their paths."""
-        config = copy.deepcopy(self.stock.config)
-        parts = dict(parts_of(config))
-        for path, value in values.items():
-            head, dot, name = path.rpartition(".")
-            setattr(parts[head + dot], name, value)
-        # What an option has put into the config would be taken for an argument of the model beside a config.
-        sides = [
-            replace(side, options={name: value for name, value in side.options.items() if not hasattr(config, name)})
-            for side in (self.theirs, self.mine)
-        ]
-        return self._pair(*sides, config=config)
-
-    # --- inputs
-
-    def _find_inputs(self) -> None:
-        """Texts, and what reaches the layers that texts don't: images, sounds, parts of the model by themselves."""
+    @cached_property
+    def inputs(self) -> Inputs:
         stock, reached = self.stock, set[str]()
         processor = processor_of(self.theirs.folder, self.theirs.options)
-        texts = list(text_passes(stock, token_rows(stock, processor, self.seed)))
-        some = [one for one in texts if one.name in FEW]
-        self.references = list(self.pair.references(some, few=False, reached=reached))
-        self.runs = {one.run.name: one.run for one in self.references}
-        self.texts = [one for one in texts if one.name not in FEW] if self.runs else []
-        self.runs |= {one.name: one for one in self.texts}
-        others = list(self.pair.references(chosen_passes(stock, processed(stock, processor), reached), few=False))
-        self.references += others
-        self.chosen = {one.run.name: one.run for one in others}
-        self.runs |= self.chosen
-
-    def _passes(self, *names: str) -> list[Pass]:
-        """The passes of these names, else those that reach what others don't."""
-        return [self.runs[name] for name in names if name in self.runs] or list(self.chosen.values())
+        texts = {one.name: one for one in text_passes(stock, token_rows(stock, processor, self.seed))}
+        with noting_calls(stock, reached):
+            simple = [texts.pop(name) for name in FEW if name in texts]
+            references = list(self.pair.references(simple, few=False))
+        chosen = chosen_passes(stock, processed(stock, processor), reached)
+        runs = {one.run.name: one.run for one in references} | (texts if references else {})
+        others = list(self.pair.references(chosen, few=False))
+        chosen = [one.run for one in others]
+        return Inputs(runs | {one.name: one for one in chosen}, chosen, references + others)
 
     # --- stages
 
@@ -192,34 +194,29 @@ class Run:
         modules = {item.path: (item.original, item.replacement) for item in (record.modules if record else ())}
         self.patched = set(modules)
         self.by_class = list({classes: path for path, classes in reversed(modules.items())}.values())
-        self.replaced = len(modules)
         self.calling = sum(unrebound(type(module)) is not type(module) for module in ours.modules())
-        figures = {"modules replaced": self.replaced, "modules that call replaced functions": self.calling}
+        figures = {"modules replaced": len(modules), "modules that call replaced functions": self.calling}
         return Stage("load", True, tuple((what, float(count)) for what, count in figures.items() if count))
 
-    @property
-    def tolerance(self) -> float:
-        """How far outputs may be apart."""
-        return max(TOLERANCES[self.dtype], FLOORS * (self.floor or 0.0)) if self.allowed is None else self.allowed
-
     def outputs(self) -> Stage:
-        reached: set[str] = set()
+        runs, chosen, references = self.inputs
         self.floor = self._stock_against_stock()
-        on_all = [] if self.quick else [one for one in self.texts if one.name == CHUNKS]
-        on_few = [one for one in self.texts if (one.name == CHUNKS if self.quick else one not in on_all)]
-        references = chain(  # failures on simple inputs are reported first
-            (one for one in self.references if one.run.name in FEW),
-            self.pair.references(on_few),
-            self.pair.references(on_all, few=False),
-            (one for one in self.references if one.run.name in self.chosen),
+        texts = [run for name, run in runs.items() if name not in FEW and run not in chosen]
+        reached: set[str] = set()
+        in_order = chain(  # failures on simple inputs are reported first
+            (one for one in references if one.run not in chosen),
+            self.pair.references(run for run in texts if run.name != CHUNKS and not self.quick),
+            self.pair.references((run for run in texts if run.name == CHUNKS), few=self.quick),
+            (one for one in references if one.run in chosen),
         )
-        stage = self.pair.compare("outputs", references, self.tolerance, reached=reached)
+        with noting_calls(self.pair.ours, reached):
+            stage = self.pair.compare("outputs", in_order, self.tolerance)
         self.failing = self.pair.failing
         missed = sorted(self.patched - reached)
         if missed and stage.passed:  # what wasn't compared is not the same
             text = f"no input that was tried reaches {', '.join(compress(missed))}, so it wasn't compared"
             return replace(stage, passed=False, message=text)
-        for run in self._passes("a short row")[:1] if stage.passed and not self.quick else ():
+        for run in self.inputs.named("a short row")[:1] if stage.passed and not self.quick else ():
             layers = layer_errors(self.pair.ours, self.stock, run.results, run.name, self.tolerance, right=True)
             stage = replace(stage, layers=layers)
         return stage
@@ -228,22 +225,22 @@ class Run:
         """Relative to the magnitude of the outputs, as tolerances are."""
         if "attn_implementation" in self.theirs.options or self.allowed is not None:
             return None
-        has_long = self.dtype in HALVES or not self.quick
+        runs, chosen, references = self.inputs
+        long = [runs["a long row"]] if "a long row" in runs and (self.dtype in HALVES or not self.quick) else []
+        gaps: list[float] = []
         try:
-            texts = [one for one in self.references if one.run.name in FEW]
-            texts += self.pair.references(one for one in self.texts if has_long and one.name == "a long row")
-            gaps: list[Difference] = []
+            texts = [one for one in references if one.run not in chosen] + list(self.pair.references(long))
             with eager(self.stock, "attn") as is_other:
                 for run, expected, few in texts if is_other else ():
                     with self.pair.layers(few):
-                        gaps.append(differences(run.results(self.stock), expected))
-            return max((gap.share for gap in gaps), default=None)
+                        gaps.append(differences(run.results(self.stock), expected).share)
         except Exception:  # stock takes other inputs under eager attention
             return None
+        return max(gaps, default=None)
 
     def arguments(self) -> Stage:
-        bases = self._passes("a batch of 2")[:1]
-        images = [one for one in self.chosen.values() if not one.path and one.method == "forward"]
+        bases = self.inputs.named("a batch of 2")[:1]
+        images = [one for one in self.inputs.chosen if not one.path and one.method == "forward"]
         bases += [one for one in images if one not in bases][:1]
         found = {one.run.name: one for base in bases for one in reactions(self.pair, base)}
         self.labelled = [one.run for one in found.values() if "labels" in one.run.arguments][:1]
@@ -257,31 +254,32 @@ class Run:
         if "attn_implementation" not in self.theirs.options and implementation(pair.stock, "attn") == "sdpa":
             with suppress(UncheckedError):  # a model in memory, or one without eager attention
                 # Loaded anew: some look at it once, when they are constructed or first run.
-                pair, prefix = self._pair(self.theirs, self.mine, attn_implementation="eager"), "eager attention, "
-        bases = [base for base in self._passes("a short row", *self.chosen) if base.method == "forward"]
+                pair, prefix = self._pair(attn_implementation="eager"), "eager attention, "
+        others = [one.name for one in self.inputs.chosen]
+        bases = [base for base in self.inputs.named("a short row", *others) if base.method == "forward"]
         recorded = [each for base in bases for each in recording(pair.stock, base)]
-        plain = self._passes("a short row", "a padded batch", CHUNKS, *self.chosen)
+        plain = self.inputs.named("a short row", "a padded batch", CHUNKS, *others)
         runs = dict.fromkeys([*plain, *recorded])
-        return pair.compare("recorded", pair.references(runs), self.tolerance, prefix=prefix)
+        return pair.compare("recorded", pair.references(runs), self.tolerance, prefix)
 
     def windows(self) -> Stage:
         windows = {name: WINDOW for name, size in windows_of(self.stock.config).items() if size > WINDOW}
         if not windows:
             raise UncheckedError(f"the config has no window of more than {WINDOW} tokens")
-        pair = self._pair_with(windows)
-        runs = self._passes("a row of 128 tokens", "a padded batch", STEPS, CHUNKS)
+        pair = self._pair(windows)
+        runs = self.inputs.named("a row of 128 tokens", "a padded batch", STEPS, CHUNKS)
         changed = ", ".join(f"{name}={size}" for name, size in windows.items())
-        return pair.compare("windows", pair.references(runs, few=False), self.tolerance, prefix=f"{changed}, ")
+        return pair.compare("windows", pair.references(runs, few=False), self.tolerance, f"{changed}, ")
 
     def precision(self) -> Stage:
-        passes = self._passes("a row of 128 tokens", "a padded batch", *self.chosen)
-        load = partial(self._pair, self.theirs, self.mine)
-        return precision_stage(self.pair, lambda half: load(dtype=half), self.by_class, passes, self.dtype)
+        names = ("a row of 128 tokens", "a padded batch", *(one.name for one in self.inputs.chosen))
+        passes = self.inputs.named(*names)
+        return precision_stage(self.pair, lambda half: self._pair(dtype=half), self.by_class, passes, self.dtype)
 
     def generation(self) -> Stage:
         """Both go on with the tokens that stock prefers: where two are equally likely, either is right."""
         stock = self.stock
-        texts = [one for one in self._passes("a padded batch", "a short row") if "input_ids" in one.arguments]
+        texts = [one for one in self.inputs.named("a padded batch", "a short row") if "input_ids" in one.arguments]
         if not texts or not stock.can_generate():
             raise UncheckedError("the model generates nothing from text")
         given = fitted({name: texts[0].arguments.get(name) for name in ("input_ids", "attention_mask")}, stock)
@@ -301,12 +299,13 @@ class Run:
         return self.pair.compare("generation", self.pair.references([run], few=False), self.tolerance)
 
     def gradients(self) -> Stage:
-        runs = self._passes("a short row")[:1]
+        runs = self.inputs.named("a short row")[:1]
         return self.pair.compare("gradients", learned(self.pair, runs), self.tolerance)
 
     def training(self) -> Stage:
-        passes = self._passes("a padded batch", "a batch of 5", "a row of 128 tokens", *self.chosen)[:4]
-        return training_stage(self.pair, self._pair_with, passes + self.labelled, self.by_class, self.tolerance)
+        names = ("a padded batch", "a batch of 5", "a row of 128 tokens", *(one.name for one in self.inputs.chosen))
+        passes = self.inputs.named(*names)[:4] + self.labelled
+        return training_stage(self.pair, self._pair, passes, self.by_class, self.tolerance)
 
     def save(self) -> Stage:
         """Byte for byte; only weights that the patcher declares as new may be in one and not in the other."""
@@ -341,62 +340,46 @@ class Run:
         # Not where the original files were, nor how they were quantized.
         kept = ("attn_implementation", "device_map", "offload_folder")
         options = {name: self.theirs.options[name] for name in kept if name in self.theirs.options}
-        cls = self.theirs.cls or type(self.stock)
         # What a patcher has added stock ignores, and a load that doesn't say so refuses.
         new = [f"^{re.escape(name)}$" for name in new_weights(self.pair.ours)]
-        side = Side(cls, self.scratch / "patched", options, Patcher(dropped_weights=new) if new else None)
-        again = unpatched(partial(self._load, side))
+        patcher = Patcher(dropped_weights=new) if new else None
+        side = Side(self.theirs.cls or type(self.stock), self.scratch / "patched", options, patcher)
+        pair = Pair(self.stock, unpatched(partial(self._load, side)), "stock")
         # One text is enough: weights that are other weights show in any.
-        few = [one for one in self.references if one.run.name == FEW[0] or one.run.name in self.chosen]
-        pair = Pair(self.stock, again, "stock")
-        stage = pair.compare("reload", few or self.references, TOLERANCES[self.dtype])
+        _, chosen, references = self.inputs
+        few = [one for one in references if one.run.name == FEW[0] or one.run in chosen]
+        stage = pair.compare("reload", few or references, TOLERANCES[self.dtype])
         text = f"stock computes something else with what was saved: {stage.message}"
         return stage if stage.passed else replace(stage, message=text)
 
 
-class Check(NamedTuple):
-    """A stage of a comparison.
-
-    Attributes:
-        check: runs it.
-        share: how much of the time it takes: percents of most models, decoders and encoders, small and large.
-        needs_inputs: whether it runs the models.
-        repeats: whether it fails whenever the outputs are wrong.
-    """
-
-    check: Callable[[Run], Stage]
-    share: int
-    needs_inputs: bool = True
-    repeats: bool = True
-
-
 #: The stages, in their order.
-CHECKS = {
-    "load": Check(Run.load, 3, needs_inputs=False, repeats=False),
-    "outputs": Check(Run.outputs, 30, repeats=False),
-    "arguments": Check(Run.arguments, 7),
-    "recorded": Check(Run.recorded, 5),
-    "windows": Check(Run.windows, 2, repeats=False),
-    "precision": Check(Run.precision, 18, repeats=False),
-    "generation": Check(Run.generation, 4),
-    "gradients": Check(Run.gradients, 6),
-    "training": Check(Run.training, 19),
-    "weights": Check(Run.weights, 5, needs_inputs=False, repeats=False),
-    "save": Check(Run.save, 5, needs_inputs=False, repeats=False),
-    "reload": Check(Run.reload, 1, repeats=False),
+STAGES: dict[str, Callable[[Run], Stage]] = {
+    "load": Run.load,
+    "outputs": Run.outputs,
+    "arguments": Run.arguments,
+    "recorded": Run.recorded,
+    "windows": Run.windows,
+    "precision": Run.precision,
+    "generation": Run.generation,
+    "gradients": Run.gradients,
+    "training": Run.training,
+    "weights": Run.weights,
+    "save": Run.save,
+    "reload": Run.reload,
 }
-
+#: Those that fail whenever the outputs are wrong.
+_REPEATING = ("arguments", "recorded", "generation", "gradients", "training")
 #: Those of `quick=True`; the last of them compares what another one compares as files.
 QUICK = ("load", "outputs", "weights")
 
 
-def stages_of(names: Iterable[str] | None, quick: bool) -> dict[str, float]:
-    """The stages to run, in their order, and how much of the time each takes.
+def stages_of(names: Iterable[str] | None, quick: bool) -> tuple[str, ...]:
+    """The stages to run, in their order.
 
     Raises:
         InvalidPatcherError: there is no such stage.
     """
-    chosen = QUICK if quick else tuple(name for name in CHECKS if name != "weights")
     if names is not None:
-        chosen = ("load", *(name for name in requested("stage", names, CHECKS) if name != "load"))
-    return {name: CHECKS[name].share for name in chosen}
+        return ("load", *(name for name in requested("stage", names, STAGES) if name != "load"))
+    return QUICK if quick else tuple(name for name in STAGES if name != "weights")

@@ -1,4 +1,4 @@
-"""Stock and patched side by side: the comparison, its messages, and the stages of a verification."""
+"""Stock and patched side by side: what each pass gives on both, where an error begins, and what both save."""
 
 from __future__ import annotations
 
@@ -8,20 +8,28 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
+from patcher.compat.held import TORCH_ATTRIBUTES
 from patcher.compat.modeling_code import unrebound
+from patcher.compat.models import GradientCheckpointingLayer
 from patcher.errors import InvalidPatcherError, did_you_mean
 from patcher.expressions import search
+from patcher.layouts.carried import CARRIED
 from patcher.loading.record import record_of
 from patcher.patterns import compress
-from patcher.verification.layers import LayerErrors, layer_errors, stacks_of
-from patcher.verification.numerics import Difference, difference, differences, noting_calls
-from patcher.verification.passes import GRADIENT, Pass
+from patcher.verification.layers import LayerErrors, layer_errors
+from patcher.verification.passes import (
+    GRADIENT,
+    Difference,
+    Pass,
+    difference,
+    differences,
+)
 
 #: Gradients go through the network twice: so many times the tolerance of outputs.
 GRADIENTS = 10.0
@@ -38,8 +46,8 @@ class Stage:
         tolerance: the largest value of the first figure that passes, None where it must be equal.
         message: what is wrong, and where; or why nothing was checked.
         checked: whether anything was.
-        seconds: the time that it took.
         layers: how far each layer is from stock's, where the outputs were compared: on the first input that is wrong.
+        seconds: the time that it took.
     """
 
     name: str
@@ -86,20 +94,21 @@ class Reference(NamedTuple):
     few: bool = False
 
 
-@dataclass
 class Pair:
-    """The stock model and the patched one, loaded in the same way."""
+    """The stock model and the patched one, loaded in the same way.
 
-    stock: Any
-    ours: Any
-    name: str = "the patched model"  # what ours is called
-    refusal: str = ""  # what stock has raised, of what it was tried on
-    failing: Reference | None = None  # the first run of the last comparison that is wrong
+    Attributes:
+        name: what the patched one is called.
+        stacks: the stacks of layers of both, each with the numbers of those that represent all.
+        refusal: what stock has raised, of what it was tried on.
+        failing: the first run of the last comparison that is wrong.
+    """
 
-    @cached_property
-    def stacks(self) -> list[tuple[nn.Module, set[int]]]:
-        """The stacks of layers of both, each with the numbers of those that represent all."""
-        return list(stacks_of(self.stock, self.ours))
+    def __init__(self, stock: Any, ours: Any, name: str = "the patched model") -> None:
+        self.stock, self.ours, self.name = stock, ours, name
+        self.stacks = list(_stacks_of(stock, ours))
+        self.refusal = ""
+        self.failing: Reference | None = None
 
     @contextmanager
     def layers(self, few: bool) -> Iterator[None]:
@@ -115,19 +124,12 @@ class Pair:
             for stack, modules, _ in before:
                 stack._modules = modules
 
-    def references(
-        self, runs: Iterable[Pass], *, few: bool = True, reached: set[str] | None = None
-    ) -> Iterator[Reference]:
-        """What stock gives for those that it runs: with a few layers, or with all where it can't with a few.
-
-        Args:
-            few: whether a few layers are enough.
-            reached: gets the paths of the modules that are called.
-        """
+    def references(self, runs: Iterable[Pass], *, few: bool = True) -> Iterator[Reference]:
+        """What stock gives for those that it runs: with a few layers, or with all where it can't with a few."""
         for run in runs:
             for some in (True, False) if few and self.stacks else (False,):
                 try:
-                    with self.layers(some), noting_calls(self.stock, reached), torch.no_grad():
+                    with self.layers(some), torch.no_grad():
                         found = Reference(run, run.results(self.stock), some)
                 except Exception as error:  # whatever a model raises for what it isn't made for
                     self.refusal = error_text(error)
@@ -135,21 +137,12 @@ class Pair:
                     yield found
                     break
 
-    def compare(
-        self,
-        stage: str,
-        references: Iterable[Reference],
-        tolerance: float,
-        *,
-        reached: set[str] | None = None,
-        prefix: str = "",
-    ) -> Stage:
+    def compare(self, stage: str, references: Iterable[Reference], tolerance: float, prefix: str = "") -> Stage:
         """Run the patched model on all that stock was run on. What is wrong with a few layers is looked at with all
         of them, which decides.
 
         Args:
             stage: what is checked.
-            reached: gets the paths of the modules that are called.
             prefix: what to say before the name of a run.
 
         Raises:
@@ -157,15 +150,15 @@ class Pair:
         """
         gaps: list[Difference] = []
         agreement: list[torch.Tensor] = []
+        wrong: list[str] = []
         message, layers, tensors = "", None, 0
-        others: list[str] = []
         self.failing = None
         for each in references:
             reference = each if not each.few or self.stacks else next(self.references([each.run]), each)
-            gap, text, mine = self.beside(reference, tolerance, reached)
-            if text and reference.few and not message:
+            gap, text, mine = self.beside(reference, tolerance)
+            if text and reference.few and not wrong:
                 reference = next(self.references([each.run], few=False), reference)
-                gap, text, mine = self.beside(reference, tolerance, reached)
+                gap, text, mine = self.beside(reference, tolerance)
                 if not text:  # the few don't represent all
                     self.stacks.clear()
             gaps.append(gap)
@@ -173,20 +166,19 @@ class Pair:
                 tensors = len(reference.expected)
             else:
                 agreement += _agreement(mine, reference.expected)
-            if text and message:
-                others.append(reference.run.name)
-            elif text:
+            if text and not wrong:
                 self.failing = reference
                 if gap.scale and gap.where:  # outputs, not gradients
                     run = replace(reference.run, learns=False)
                     layers = layer_errors(self.ours, self.stock, run.results, prefix + run.name, tolerance)
                     text += f"; {self.blame(layers.begins)}"
                 message = f"on {prefix}{reference.run.name} {text}"
+            wrong += [reference.run.name] if text else []
         if not gaps:
             raise UncheckedError(f"stock raises {self.refusal}")
-        if others:
-            shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
-            message += f"; {len(others)} of the {len(gaps) - 1} other inputs differ too: {shown}"
+        if wrong[1:]:
+            shown = ", ".join(wrong[1:4]) + (", ..." if len(wrong) > 4 else "")
+            message += f"; {len(wrong) - 1} of the {len(gaps) - 1} other inputs differ too: {shown}"
         worst = max(gaps, key=lambda gap: gap.share)
         figures = [("max abs", worst.absolute), ("max relative", worst.relative)]
         if agreement:
@@ -195,13 +187,11 @@ class Pair:
         allowed = tolerance * (GRADIENTS if tensors else max(1.0, worst.scale))
         return Stage(stage, not message, tuple(figures), allowed, message, layers=layers)
 
-    def beside(
-        self, reference: Reference, tolerance: float, reached: set[str] | None = None
-    ) -> tuple[Difference, str, dict[str, torch.Tensor]]:
+    def beside(self, reference: Reference, tolerance: float) -> tuple[Difference, str, dict[str, torch.Tensor]]:
         """How far the patched model is from stock, what is wrong with it, and what it gives."""
         run, expected, few = reference
         try:
-            with self.layers(few), noting_calls(self.ours, reached):
+            with self.layers(few):
                 mine = run.results(self.ours)
         except Exception as error:  # stock went through it
             return Difference(math.inf, math.inf, 0.0), f"{self.name} raises {error_text(error)}", {}
@@ -262,3 +252,48 @@ def _agreement(mine: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     if one.shape != other.shape or other.dim() < 2 or not other.numel():
         return []
     return [(one.argmax(-1) == other.argmax(-1)).float().mean()]
+
+
+# --- which layers are alike, so that a few represent all
+
+
+def _stacks_of(stock: nn.Module, ours: nn.Module) -> Iterator[tuple[nn.Module, set[int]]]:
+    """The stacks of layers of both models, each with the numbers of those that represent all.
+
+    Of each kind the first two, the one in the middle and the last: what depends on the number of a layer is mostly
+    a bound on it, or whether it is even.
+    """
+    theirs = dict(stock.named_modules())
+    for path, stack in ours.named_modules():
+        other = theirs.get(path)
+        if not (isinstance(stack, nn.ModuleList) and isinstance(other, nn.ModuleList)) or len(stack) != len(other):
+            continue
+        around = [path[:place] for place, letter in enumerate(path) if letter == "."]
+        if any(type(theirs.get(each)) is not type(ours.get_submodule(each)) for each in ["", *around]):
+            continue  # a replacement may go through the layers in another way
+        if not all(isinstance(layer, GradientCheckpointingLayer) for layer in other):
+            continue  # not known to be run one after another
+        kinds: dict[str, list[int]] = {}
+        for number, layers in enumerate(zip(stack, other, strict=True)):
+            kinds.setdefault("".join(_description(layer, number) for layer in layers), []).append(number)
+        numbers = {kind[place] for kind in kinds.values() for place in (0, min(1, len(kind) - 1), len(kind) // 2, -1)}
+        if len(numbers) < len(stack):
+            yield from [(stack, numbers), (other, numbers)]
+
+
+def _description(layer: nn.Module, number: int) -> str:
+    """All that a layer computes with, but for its own number and the values of its weights."""
+    found: list[Any] = []
+    for path, module in layer.named_modules():
+        found += [path, type(module), id(type(module))]
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            found += [] if tensor is None else [(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)]
+        for name, value in sorted(vars(module).items()):
+            if name == CARRIED or "state_dict" in name or name in ("_parameters", "_buffers", "_modules"):
+                continue  # how weights are read, not what is computed
+            if type(value) is int and value == number and ("layer" in name or "idx" in name or "number" in name):
+                continue
+            if name in TORCH_ATTRIBUTES and isinstance(value, dict):  # hooks
+                value = list(value.values())
+            found += [name, id(value) if isinstance(value, PretrainedConfig | torch.Tensor) else value]
+    return repr(found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import math
 import sys
@@ -20,16 +19,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher.codegen.bridges.to_patcher import to_patcher
 from patcher.codegen.generation.generator import Generated, build
-from patcher.codegen.spec import Patch, PatchKind, PatchSpec
+from patcher.codegen.spec import PatchSpec
 from patcher.construction.in_force import unpatched
 from patcher.display.parts import Notes, Part, Table
 from patcher.errors import CodegenError, UnmatchedPatchError
 from patcher.spec.patcher import Patcher
-from patcher.verification.comparing import UncheckedError, error_text
+from patcher.verification.comparing import error_text
 from patcher.verification.inputs import chosen_passes
 from patcher.verification.progress import under_way
-from patcher.verification.sides import Side, random_checkpoint
-from patcher.verification.small_configs import small_config
+from patcher.verification.sides import Side, random_checkpoint, small_config
 from patcher.verification.verify import HEADS, Judged, Verification, compare
 
 #: What is compared of a file, on the quick inputs: beside stock all of it, beside the runtime patch what is computed.
@@ -73,9 +71,7 @@ class FileVerification(Judged):
     @property
     def failures(self) -> tuple[str, ...]:
         """What is wrong, a text for each."""
-        found = [
-            f"{each.model}: the file and {beside}: {text}" for beside, each in self._beside for text in each.failures
-        ]
+        found = [f"{each.model}: {what}: {text}" for what, each in self._compared for text in each.failures]
         return (*self.problems, *found, *(f"{text} never ran" for text in self.unrun if not self.partly))
 
     def _wrong(self) -> str:
@@ -83,10 +79,9 @@ class FileVerification(Judged):
         return "" if self.passed else text
 
     @property
-    def _beside(self) -> Iterator[tuple[str, Verification]]:
-        """All verifications, each with what the file is compared with."""
-        yield from (("the runtime patch", each) for each in self.exact)
-        yield from (("stock", each) for each in self.models)
+    def _compared(self) -> list[tuple[str, Verification]]:
+        exact = [("the file and the runtime patch", each) for each in self.exact]
+        return [*exact, *(("the file and stock", each) for each in self.models)]
 
     def _headline(self) -> str:
         apart = max((model.figures("outputs").get("max relative", 0.0) for model in self.models), default=0.0)
@@ -94,8 +89,8 @@ class FileVerification(Judged):
         return f"{self.file}, of {self.source}: {right if self.passed else 'WRONG'} ({self.seconds:.1f} s)"
 
     def _parts(self) -> Iterator[Part]:
-        rows = [(each.model, beside, *row) for beside, each in self._beside for row in each.rows() if row[0] != "load"]
-        yield Table("The models of the file", ("model", "beside", *HEADS), rows)
+        rows = [(each.model, what, *row) for what, each in self._compared for row in each.rows()]
+        yield Table("The models of the file", ("model", "compared", *HEADS), rows)
         yield Notes("Wrong", self.problems, "bad")
         yield Notes("Patches that never ran", self.unrun, "warning" if self.partly else "bad")
         yield Table("Not run", ("model", "why"), list(self.skipped))
@@ -139,93 +134,58 @@ def verify(
     """
     started = time.perf_counter()
     generated = build(config)
-    found: dict[str, list[Verification]] = {"stock": [], "the runtime patch": []}
+    models: list[Verification] = []
+    exact: list[Verification] = []
     problems: list[str] = []
     skipped: list[tuple[str, str]] = []
+    patcher: Patcher | None = None  # where it would change nothing, or can't be made
+    try:
+        patcher = to_patcher(config) if generated.patches else None
+    except CodegenError as error:
+        if "to_patcher() would change nothing" not in str(error):
+            problems.append(f"the runtime patch: {error}")
     with (
-        under_way(f"verifying {config.target_file}", seed, {}) as (folder, step),
+        under_way(f"verifying {config.target_file}", seed, ()) as (folder, step),
         _imported(generated, folder) as module,
     ):
-        patcher: Patcher | None = None  # where it would change nothing, or can't be made
-        try:
-            patcher = to_patcher(config) if generated.patches else None
-        except CodegenError as error:
-            if "to_patcher() would change nothing" not in str(error):
-                problems.append(f"the runtime patch: {error}")
         left = _places_of(generated, module)
         for stock in _candidates(config, importlib.import_module(config.source_module), module, model_class):
-            if found["stock"] and not left and model_class is None:
+            if models and not left and model_class is None:
                 break
             step(stock.__name__)
-            try:
-                with _running(left):
-                    checkpoint = _checkpoint(stock, model_config, folder / stock.__name__, seed)
-                    for beside, each in _beside(stock, module, patcher, checkpoint, tolerance):
-                        found[beside].append(each)
-            except UncheckedError as error:
-                skipped.append((stock.__name__, str(error)))
-            except CodegenError as error:
-                problems.append(f"{stock.__name__}: {error}")
-    if not found["stock"] and not problems:
+            with _running(left):
+                try:
+                    small = small_config(stock.config_class) if model_config is None else model_config
+                    checkpoint = unpatched(partial(random_checkpoint, stock, small, folder / stock.__name__, seed))
+                    chosen_passes(unpatched(partial(stock.from_pretrained, checkpoint)).eval())
+                except Exception as error:
+                    hint = "; give model_config= (--model-config FOLDER), a small one with which it runs"
+                    skipped.append((stock.__name__, error_text(error) + (hint if model_config is None else "")))
+                    continue
+                file = Side(getattr(module, stock.__name__), checkpoint, name="the file")
+                allowed = math.inf if tolerance is None else tolerance
+                if patcher is not None:
+                    try:
+                        runtime = Side(stock, checkpoint, patcher=patcher)
+                        exact.append(compare(runtime, file, stages=_STAGES[:-1], quick=True, tolerance=0.0))
+                    except UnmatchedPatchError:  # of parts that this model doesn't have
+                        allowed = 0.0
+                    except Exception as error:
+                        problems.append(f"{stock.__name__}: the runtime patch can't be loaded: {error_text(error)}")
+                models.append(compare(Side(stock, checkpoint), file, stages=_STAGES, quick=True, tolerance=allowed))
+    if not models and not problems:
         problems = [f"no model could be run: {'; '.join(': '.join(each) for each in skipped) or 'there is none'}"]
     return FileVerification(
         source=config.source_module,
         file=config.target_file,
-        models=tuple(found["stock"]),
-        exact=tuple(found["the runtime patch"]),
-        unrun=tuple(left) if found["stock"] else (),
+        models=tuple(models),
+        exact=tuple(exact),
+        unrun=tuple(left) if models else (),
         partly=partly,
         problems=tuple(problems),
         skipped=tuple(skipped),
         seconds=time.perf_counter() - started,
     )
-
-
-def _checkpoint(stock: Any, config: PretrainedConfig | None, folder: Path, seed: int) -> Path:
-    """One of random weights, of a config with which stock runs.
-
-    Raises:
-        UncheckedError: it doesn't run.
-    """
-    try:
-        small = small_config(stock.config_class) if config is None else config
-        unpatched(partial(random_checkpoint, stock, small, folder, seed))
-        chosen_passes(unpatched(partial(stock.from_pretrained, folder)).eval())
-    except Exception as error:
-        hint = "; give model_config= (--model-config FOLDER), a small one with which it runs" if config is None else ""
-        raise UncheckedError(f"{error_text(error)}{hint}") from error
-    return folder
-
-
-def _beside(
-    stock: Any, module: ModuleType, patcher: Patcher | None, checkpoint: Path, tolerance: float | None
-) -> Iterator[tuple[str, Verification]]:
-    """The file beside the runtime patch, which is to be the same to the bit, and beside stock.
-
-    Raises:
-        CodegenError: one of them can't be loaded.
-    """
-
-    def loaded(what: str, cls: Any, patcher: Patcher | None = None) -> Side:
-        try:
-            model = Side(cls, checkpoint, patcher=patcher).load(checkpoint, 0)
-        except UnmatchedPatchError:
-            raise
-        except Exception as error:
-            raise CodegenError(f"{what} can't be loaded: {error_text(error)}") from error
-        for parameter in model.parameters():  # where weights lie in a file decides the last bits
-            parameter.data = parameter.data.clone()
-        return Side(model=model, name=what)
-
-    file = loaded("the file", getattr(module, stock.__name__))
-    allowed = math.inf if tolerance is None else tolerance
-    if patcher is not None:
-        try:
-            runtime = loaded("the runtime patch", stock, patcher)
-            yield "the runtime patch", compare(runtime, file, stages=_STAGES[:-1], quick=True, tolerance=0.0)
-        except UnmatchedPatchError:  # of parts that this model doesn't have
-            allowed = 0.0
-    yield "stock", compare(loaded("stock", stock), file, stages=_STAGES, quick=True, tolerance=allowed)
 
 
 @contextmanager
@@ -235,13 +195,11 @@ def _imported(generated: Generated, folder: Path) -> Iterator[ModuleType]:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(generated.text, "utf-8", newline="")
     name = f"_verified_{path.stem}_{id(generated)}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = ModuleType(name)
+    module.__file__ = str(path)
     try:
         try:
-            spec.loader.exec_module(module)
+            exec(compile(generated.text, str(path), "exec", dont_inherit=True), vars(module))
         except Exception as error:
             raise CodegenError(
                 f"{generated.config.where}: {generated.config.target_file} can't be imported: {error_text(error)}"
@@ -253,7 +211,7 @@ def _imported(generated: Generated, folder: Path) -> Iterator[ModuleType]:
 
 def _candidates(
     config: PatchSpec, original: ModuleType, module: ModuleType, requested: str | type[PreTrainedModel] | None
-) -> list[type[PreTrainedModel]]:
+) -> list[Any]:
     """The models of the module that the file has as well, in the order in which they are tried."""
     found = {
         name: value
@@ -275,30 +233,23 @@ def _candidates(
 
 
 def _places_of(generated: Generated, module: ModuleType) -> dict[str, set[_Place]]:
-    """Each patch of the author whose code can run, and where that is: none of what isn't run, an import for one."""
-    found = {
-        f"{patch.kind.value} {patch.target}": _places(module, patch)
-        for patch in generated.patches
-        # Not how the models of a file read and write, nor heads that they may not have.
-        if not patch.new or patch not in generated.config.of_runtime
-    }
+    """Each patch of the author whose code can run, and where the functions are that it has written or imported."""
+    found: dict[str, set[_Place]] = {}
+    for patch in generated.patches:
+        if patch.new and patch in generated.config.of_runtime:
+            continue  # how the models of a file read and write, and heads that they may not have
+        parts = patch.definition.split(".")
+        if parts[-1] in ("setter", "deleter", "getter") and len(parts) > 2:
+            parts.pop()
+        value: Any = module
+        for part in parts:
+            value = vars(value).get(part) if isinstance(value, type | ModuleType) else None
+        values = list(vars(value).values()) if isinstance(value, type) else [value]
+        values += [each for one in values if isinstance(one, property) for each in (one.fget, one.fset, one.fdel)]
+        functions = (inspect.unwrap(getattr(each, "__func__", each)) for each in values)
+        codes = [each.__code__ for each in functions if isinstance(each, FunctionType)]
+        found[f"{patch.kind.value} {patch.target}"] = {(code.co_filename, code.co_firstlineno) for code in codes}
     return {label: places for label, places in found.items() if places}
-
-
-def _places(module: ModuleType, patch: Patch) -> set[_Place]:
-    """Those of the functions that a patch has written or imported."""
-    parts = patch.target.split(".")
-    if parts[-1] in ("setter", "deleter", "getter") and len(parts) > 2:
-        parts.pop()
-    value: Any = module
-    for part in [*parts, "__init__"] if patch.kind is PatchKind.MODIFY_INIT else parts:
-        value = vars(value).get(part) if isinstance(value, type | ModuleType) else None
-    found = list(vars(value).values()) if isinstance(value, type) else [value]
-    for each in [each for each in found if isinstance(each, property)]:
-        found += [each.fget, each.fset, each.fdel]
-    functions = (inspect.unwrap(getattr(each, "__func__", each)) for each in found)
-    codes = (each.__code__ for each in functions if isinstance(each, FunctionType))
-    return {(code.co_filename, code.co_firstlineno) for code in codes}
 
 
 @contextmanager

@@ -20,8 +20,7 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from patcher.checkpoints.model_classes import PLACES
 from patcher.verification.comparing import error_text
-from patcher.verification.numerics import floating_tensors, noting_calls
-from patcher.verification.passes import Pass as Pass, fitted, parameters_of
+from patcher.verification.passes import Pass as Pass, fitted, floating_tensors, noting_calls, parameters_of
 
 
 def processor_of(model: Any, options: Mapping[str, Any]) -> Any:
@@ -46,24 +45,19 @@ def processed(model: PreTrainedModel, processor: Any) -> Iterator[Pass]:
     sound = torch.randn(rate or 1, generator=generator).numpy()
     tokens = [getattr(processor, name, None) or "" for name in ("image_token", "audio_token")]
     text = {"text": [f"{''.join(tokens)} What is it?"]}
-    content = [{"type": "image", "image": image}, {"type": "text", "text": "What is it?"}]
     seen, heard = {"images": [image]}, {"audio": [sound], "sampling_rate": rate}
     spoken = {"raw_speech": [sound], "sampling_rate": rate}  # as feature extractors call it
-    calls: list[Any] = [
-        lambda: processor.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=True, return_dict=True, return_tensors="pt"
-        ),
-        *(
-            partial(processor, **each, return_tensors="pt")
-            for each in (seen | text, heard | text, seen, heard, spoken)
-        ),
-    ]
-    decoder = {"decoder_input_ids": torch.tensor([[0, 1, 2, 3]])} if "decoder_input_ids" in taken else {}
-    for call in calls:
+    content = [{"type": "image", "image": image}, {"type": "text", "text": "What is it?"}]
+    chat = {"conversation": [{"role": "user", "content": content}], "tokenize": True, "return_dict": True}
+    plain: dict[str, Any] = {"use_cache": False} if "use_cache" in taken else {}
+    plain |= {"decoder_input_ids": torch.tensor([[0, 1, 2, 3]])} if "decoder_input_ids" in taken else {}
+    for given in (chat, seen | text, heard | text, seen, heard, spoken):
         with suppress(Exception):  # it takes something else
-            made = {name: value for name, value in call().items() if name in taken and isinstance(value, torch.Tensor)}
-            if any(value.is_floating_point() for value in made.values()):  # an image or a sound, which it took
-                yield Pass("forward", decoder | made | ({"use_cache": False} if "use_cache" in taken else {}))
+            call = processor.apply_chat_template if given is chat else processor
+            made = call(**given, return_tensors="pt")
+            known = {name: value for name, value in made.items() if name in taken and isinstance(value, torch.Tensor)}
+            if any(value.is_floating_point() for value in known.values()):  # an image or a sound, which it took
+                yield Pass("forward", plain | known)
 
 
 class NoInputsError(Exception):
@@ -93,30 +87,27 @@ def chosen_passes(model: Any, first: Iterable[Pass] = (), reached: Iterable[str]
         if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d)
         or any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
     }
-    errors: list[str] = []
+    error = ""
     reached = set(reached)
     chosen: list[Pass] = []
     # The whole first, then models inside of which it has not reached everything: towers that want other inputs.
     for path, part in model.named_modules():
-        if not isinstance(part, PreTrainedModel):
-            continue
         inside = {name for name in layers if name.startswith(f"{path}.") or not path}
-        for one in chain(() if path else first, _candidates(part, path)):
+        for one in chain(() if path else first, _candidates(part, path)) if isinstance(part, PreTrainedModel) else ():
             if reached and reached >= inside:
                 break
             here: set[str] = set()
             try:
                 with torch.no_grad(), noting_calls(model, here):
                     given = one.of(model)
-            except Exception as error:  # whatever a model raises for what it isn't made for
-                errors.append(error_text(error))
+            except Exception as raised:  # whatever a model raises for what it isn't made for
+                error = error or error_text(raised)
                 continue
-            here &= layers
-            if given and (not reached or here - reached):
+            if given and (not reached or here & layers - reached):
                 chosen.append(one)
-                reached |= here
+                reached |= here & layers
     if not chosen and not reached:
-        raise NoInputsError(errors[0] if errors else f"{type(model).__name__} takes nothing")
+        raise NoInputsError(error or f"{type(model).__name__} takes nothing")
     return chosen
 
 

@@ -1,4 +1,4 @@
-"""The members of a patcher, each key, each fusion and each conversion, and which of them is wrong."""
+"""The members of a patcher, each key, each fusion and each conversion: which of them is wrong."""
 
 from __future__ import annotations
 
@@ -7,21 +7,15 @@ import operator
 import warnings
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from itertools import combinations
 from typing import Any, NamedTuple
 
-from patcher.errors import PatchConflictError
 from patcher.loading.record import record_of
 from patcher.patterns import inside
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import MAPPINGS
 from patcher.verification.checks import Run
 from patcher.verification.comparing import Stage
-
-#: Of more members not every subset is measured.
-FEW = 3
 
 
 def members_of(patcher: Patcher) -> list[Patcher]:
@@ -37,47 +31,10 @@ def members_of(patcher: Patcher) -> list[Patcher]:
 
 
 def only(patcher: Patcher, members: Iterable[Patcher], **more: Any) -> Patcher:
-    """A patcher with these members and conversions alone, and the rest as it is."""
-    fields: dict[str, Any] = {field: {} for field in MAPPINGS} | {"fusions": [], "extra_weight_conversions": []}
-    for member in members:
-        for field, part in fields.items():
-            part.update(getattr(member, field)) if isinstance(part, dict) else part.extend(getattr(member, field))
+    """A patcher with these members alone, conversions included, and the rest as it is."""
+    whole = functools.reduce(operator.or_, members, Patcher())
+    fields = {name: getattr(whole, name) for name in (*MAPPINGS, "fusions", "extra_weight_conversions")}
     return patcher.replace(**fields | {"alternatives": (), "name": ""} | more)
-
-
-# --- what is measured
-
-
-def measured_members(patcher: Patcher) -> list[Patcher]:
-    """Each key and each fusion alone; a patcher with conversions is one member."""
-    members = members_of(patcher)
-    conversions = patcher.extra_weight_conversions or patcher.filtered_weight_conversion_patterns
-    if len(members) < 2 or conversions or patcher.new_weights or patcher.dropped_weights:
-        return [patcher]
-    return [only(patcher, [member]) for member in members]
-
-
-def candidates_of(patchers: Sequence[Patcher], members: Sequence[Patcher]) -> list[Patcher]:
-    """What is measured: what was given, and the subsets of its members; of many each alone, and all."""
-    sizes = range(1, len(members) + 1) if len(members) <= FEW else (1, len(members))
-    return unique(
-        [*patchers, *(each for size in sizes for some in combinations(members, size) for each in joined(some))]
-    )
-
-
-def joined(patchers: Sequence[Patcher]) -> list[Patcher]:
-    """All in one; none where they contradict one another, or there are none."""
-    with suppress(PatchConflictError):
-        return [functools.reduce(operator.or_, patchers)] if patchers else []
-    return []
-
-
-def unique(patchers: Iterable[Patcher]) -> list[Patcher]:
-    """Without those that do what one before them does."""
-    found: dict[Patcher, Patcher] = {}
-    for each in patchers:
-        found.setdefault(each.replace(name="", alternatives=()), each)
-    return list(found.values())
 
 
 class Guilty(NamedTuple):
@@ -107,7 +64,7 @@ def guilty_of(run: Run, patcher: Patcher, stages: Sequence[Stage]) -> Guilty | N
     outputs were wrong, or through the stage that failed.
     """
     failed = next(stage for stage in stages if not stage.passed)
-    layer = failed.layers.begins if failed.layers else None
+    layer = failed.layers.begins if failed.layers is not None else None
     members = members_of(patcher)
     conversions = [Patcher(extra_weight_conversions=each) for each in patcher.extra_weight_conversions]
     if len(members) + (not members) * len(conversions) == 1:
@@ -139,13 +96,12 @@ def _owners(run: Run, members: Sequence[Patcher], layer: str | None) -> Iterator
     record = record_of(run.pair.ours) if layer is not None else None
     if record is None:
         return
-    around = [item for item in record.modules if f"{layer}.".startswith(inside(item.path))]
-    nearest = max(around, key=lambda item: len(item.path), default=None)
-    fused = {item.fusion for item in around}
     kinds = {cls.__name__ for cls in type(run.pair.ours.get_submodule(str(layer))).__mro__}
-    called = {name.rpartition(":")[2] for name, _, callers in record.functions if kinds & {*callers}}
+    owned: set[Any] = {name.rpartition(":")[2] for name, _, callers in record.functions if kinds & {*callers}}
+    around = [item for item in record.modules if f"{layer}.".startswith(inside(item.path))]
+    for nearest in sorted(around, key=lambda item: len(item.path))[-1:]:
+        owned |= {nearest.replacement, nearest.fusion}
     for member in members:
-        classes = [*member.class_mapping.values(), *member.module_mapping.values()]
         functions = {key.rpartition(":")[2] for key in member.function_mapping}
-        if (nearest and nearest.replacement in classes) or functions & called or fused & {*member.fusions}:
+        if owned & {*member.class_mapping.values(), *member.module_mapping.values(), *member.fusions, *functions}:
             yield member

@@ -6,7 +6,7 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ MOMENT = 2.0
 
 
 @contextmanager
-def progress(doing: str, shares: Mapping[str, float], shown: bool | None = None) -> Iterator[Callable[..., None]]:
+def progress(doing: str, stages: Sequence[str], shown: bool | None = None) -> Iterator[Callable[..., None]]:
     """A bar on stderr with the current stage and the time left, removed at the end. Yields a function that is called
-    with the name of each stage, and if known with how much of the whole is done.
+    with the name of each stage, or of something else and how much of the whole is done.
 
     It is one of transformers' bars, so `transformers.logging.disable_progress_bar()` puts it off, and a notebook gets
     that of notebooks. Elsewhere each stage is a line of transformers' log: of its `info`, or of its warnings where
@@ -32,36 +32,33 @@ def progress(doing: str, shares: Mapping[str, float], shown: bool | None = None)
 
     Args:
         doing: what is done.
-        shares: of the time that each stage takes, where that is known.
+        stages: all that there are, where that is known.
         shown: whether to show it; by default where stderr is a terminal, or in a notebook.
     """
     console, logs = Console(stderr=True), transformers_logging
-    alive = console.is_terminal or console.is_jupyter
     bar: Any = None
-    if alive and shown is not False and logs.is_progress_bar_enabled():
-        form = "{desc} |{bar:20}| {elapsed}<{remaining}" if shares else "{desc} {elapsed}"
-        total = sum(shares.values()) or 1.0
-        bar = logs.tqdm(total=total, delay=MOMENT, leave=False, bar_format=form, file=sys.stderr)
+    if (console.is_terminal or console.is_jupyter) and shown is not False and logs.is_progress_bar_enabled():
+        form = "{desc} |{bar:20}| {elapsed}<{remaining}" if stages else "{desc} {elapsed}"
+        bar = logs.tqdm(total=1.0, delay=MOMENT, leave=False, bar_format=form, file=sys.stderr)
     # What transformers says meanwhile is put off, and this isn't.
     level = logging.WARNING if shown else logging.INFO
     logger = logging.getLogger("transformers.patcher") if level >= logs.get_verbosity() and bar is None else None
     started = before = time.perf_counter()
-    names = list(shares)
 
-    def step(stage: str, done: float | None = None) -> None:
+    def step(stage: str, done: float = 0.0) -> None:
         nonlocal before
-        number = f" ({names.index(stage) + 1} of {len(names)})" if stage in shares else ""
+        if stage in stages:
+            done = stages.index(stage) / len(stages)
+            stage = f"{stage} ({stages.index(stage) + 1} of {len(stages)})"
+        now = time.perf_counter()
         if bar is not None:
-            bar.set_description_str(f"{doing}: {stage}{number}", refresh=False)
-            if number:
-                done = sum(shares[name] for name in names[: names.index(stage)]) / bar.total
-            bar.update(0 if done is None else min(1.0, done) * bar.total - bar.n)
-            if time.perf_counter() - started >= MOMENT:
+            bar.set_description_str(f"{doing}: {stage}", refresh=False)
+            bar.update(max(0.0, min(1.0, done) - bar.n))
+            if now - started >= MOMENT:
                 bar.refresh()
         elif logger is not None:
-            now = time.perf_counter()
             logger.setLevel(level)
-            logger.log(level, "%s: %s%s, after %.1f s (+%.1f)", doing, stage, number, now - started, now - before)
+            logger.log(level, "%s: %s, after %.1f s (+%.1f)", doing, stage, now - started, now - before)
             before = now
 
     try:
@@ -73,7 +70,7 @@ def progress(doing: str, shares: Mapping[str, float], shown: bool | None = None)
 
 @contextmanager
 def under_way(
-    doing: str, seed: int, shares: Mapping[str, float], shown: bool | None = None
+    doing: str, seed: int, stages: Sequence[str], shown: bool | None = None
 ) -> Iterator[tuple[Path, Callable[..., None]]]:
     """An empty folder, and the function of `progress`. Random states, default dtype and gradient mode are the usual
     ones within, and afterwards what they were, as the number of threads is: what is verified, replacements included,
@@ -89,7 +86,7 @@ def under_way(
             torch.inference_mode(False),
             torch.enable_grad(),
             tempfile.TemporaryDirectory() as name,
-            progress(doing, shares, shown) as step,
+            progress(doing, stages, shown) as step,
         ):
             logs.disable_progress_bar()
             logs.set_verbosity_error()

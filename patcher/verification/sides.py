@@ -1,7 +1,8 @@
-"""The two models that are compared: how each is loaded, again and with other options."""
+"""The two models that are compared: how each is loaded, again and with other options; and small ones."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Mapping
@@ -22,9 +23,16 @@ from patcher.verification.passes import seeded
 
 #: A model of fewer parameters is computed by one thread: beside other work, several wait for each other and count as
 #: busy while they do (SmolLM2 beside three processes on two cores: 124 processor seconds by two threads, 24 by one).
-SMALL = 2**28
+ONE_THREAD = 2**28
 #: The name of a folder of random weights.
 RANDOM = "random weights"
+#: What makes a model small: the name of an attribute -> its value. Queries have 4 heads, keys and values 2, wherever a
+#: config lets them differ; a sliding window or a chunk that is shorter than the input would only test the mask.
+SMALL: dict[str, Any] = {
+    name: value
+    for value, names in json.loads(Path(__file__).with_name("small_sizes.json").read_text(encoding="utf-8"))
+    for name in names.split()
+}
 
 
 @dataclass(frozen=True)
@@ -111,5 +119,39 @@ def fit_threads(model: torch.nn.Module) -> None:
     """Compute with no more threads than there are processors, a small model with one."""
     before = torch.get_num_threads()
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or before
-    is_small = sum(parameter.numel() for parameter in model.parameters()) < SMALL
+    is_small = sum(parameter.numel() for parameter in model.parameters()) < ONE_THREAD
     torch.set_num_threads(1 if is_small else min(before, available))
+
+
+def small_config(config_class: type[PretrainedConfig]) -> PretrainedConfig:
+    """A config as small as it can be.
+
+    >>> from transformers import Qwen3Config
+    >>> config = small_config(Qwen3Config)
+    >>> config.hidden_size, config.num_hidden_layers, config.num_key_value_heads
+    (64, 2, 2)
+
+    Sizes that depend on each other in a way that their names don't show aren't known: for such an architecture the
+    caller gives a config.
+
+    Raises:
+        Exception: what the config says of sizes that don't fit together.
+    """
+    return config_class(**_small(config_class()))
+
+
+def _small(default: PretrainedConfig) -> dict[str, Any]:
+    """Arguments for a config like this one: what the table has for it, and for the configs inside of it."""
+    known, renamed = default.to_dict(), type(default).attribute_map
+    arguments: dict[str, Any] = {}
+    for name, value in SMALL.items():
+        computed = isinstance(getattr(type(default), renamed.get(name, name), None), property)
+        types = {type(each) for each in (getattr(default, name, None), value) if each is not None}
+        if name in known | renamed and not computed and len(types) < 2:
+            arguments[name] = value
+    if "qk_rope_head_dim" in arguments:  # of the part with rotary embeddings alone: it follows
+        arguments.pop("head_dim", None)
+    for name, part in vars(default).items():
+        if isinstance(part, PretrainedConfig):
+            arguments[name] = _small(part) | {"model_type": part.model_type}
+    return arguments

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -15,8 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from patcher.compat.models import TransformersKwargs, cache_argument
 from patcher.verification.comparing import Pair, Reference
-from patcher.verification.numerics import differences
-from patcher.verification.passes import Pass, parameters_of
+from patcher.verification.passes import AFTER, Pass, differences, parameters_of
 
 #: In tokens. The long row isn't a multiple of a block of 16, the other one of 128 is.
 SHORT, LONG = 5, 200
@@ -180,33 +179,26 @@ def reactions(pair: Pair, base: Pass) -> Iterator[Reference]:
 
     Where there is a loss, each argument is tried beside labels as well: some say how it is computed.
     """
-    (plain,) = pair.references([base])
-    labelled: list[Reference] = []
-    for reference in _reacting(pair, plain, _names(pair.stock)):
-        labelled += [reference] if "labels" in reference.run.arguments else []
-        yield reference
-    for reference in labelled[:1]:
-        yield from _reacting(pair, reference, _names(pair.stock, _WITHOUT_LABELS), "loss")
+    waiting = [(plain, "") for plain in pair.references([base])]  # with the outputs of which one has to react
+    for plain, output in waiting:
 
+        def of_it(values: dict[str, torch.Tensor], output: str = output) -> dict[str, torch.Tensor]:
+            return {name: each for name, each in values.items() if output in name and not name.endswith(AFTER)}
 
-def _reacting(pair: Pair, base: Reference, names: Iterable[tuple[str, str]], output: str = "") -> Iterator[Reference]:
-    """Those to which a certain output reacts, by default any."""
-
-    def of_it(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: each for name, each in values.items() if output in name and not name.endswith(" after the call")}
-
-    for name, annotation in names:
-        given = dict(base.run.arguments)
-        values = _values(pair.stock, given, name, annotation)
-        if name == "inputs_embeds":
-            given.pop("input_ids", None)  # in the place of which it is
-        for text, value in values.items():
-            run = Pass("forward", given | {name: value}, base.run.path, f"{base.run.name}, {name}: {text}")
-            found = list(pair.references([run]))
-            found = [one for one in found if differences(of_it(one.expected), of_it(base.expected)).absolute > 0]
-            yield from found
-            if found and name not in _ALL:
-                break
+        for name, annotation in _names(pair.stock, _WITHOUT_LABELS if output else ()):
+            given = dict(plain.run.arguments)
+            values = _values(pair.stock, given, name, annotation)
+            if name == "inputs_embeds":
+                given.pop("input_ids", None)  # in the place of which it is
+            for text, value in values.items():
+                run = Pass("forward", given | {name: value}, base.path, f"{plain.run.name}, {name}: {text}")
+                found = list(pair.references([run]))
+                found = [one for one in found if differences(of_it(one.expected), of_it(plain.expected)).absolute]
+                yield from found
+                if "labels" in given | {name: value} and not output and len(waiting) == 1:
+                    waiting += [(one, "loss") for one in found]
+                if found and name not in _ALL:
+                    break
 
 
 def recording(stock: nn.Module, base: Pass) -> Iterator[Pass]:

@@ -202,20 +202,18 @@ def verify(
 
     Of layers that are alike in class, shapes and settings most is run on the first two, the middle and the last; two
     texts, a prompt in chunks, generation, training with its gradients and what is saved go through all of them, and
-    what is wrong on a few is looked at on all, which decides.
-
-    After a failure `guilty` is the member of the patcher (a key, a fusion, a conversion) that fails alone, or without
-    which the others pass, and `Stage.layers` has the error of each layer, and where it begins. Where `outputs` fails,
-    the stages that compute the same in another way aren't checked.
-
-    A model of fewer than 268 million parameters is computed by one thread, others by no more than there are
-    processors. Threads, random states, default dtype, gradient mode and the verbosity of transformers are what they
-    were when it returns or raises, and what it finds doesn't depend on them.
+    what is wrong on a few is looked at on all, which decides. Where `outputs` fails, the stages that compute the same
+    in another way aren't checked. After a failure `guilty` is the member of the patcher (a key, a fusion, a
+    conversion) that fails alone, or without which the others pass.
 
     Tolerances are relative to the magnitude of stock's outputs. In float32 1e-5, about a hundred roundings (6e-8
     each), and a hundredth of what the smallest of real mistakes makes; in bfloat16 3e-2 and in float16 4e-3, a few
     roundings of a layer's result. Or, if that is more, twice the difference that stock has with itself, between its
     eager attention and sdpa.
+
+    A model of fewer than 268 million parameters is computed by one thread, others by no more than there are
+    processors. Threads, random states, default dtype, gradient mode and the verbosity of transformers are what they
+    were when it returns or raises, and what it finds doesn't depend on them.
 
     Args:
         model: a repo id, a folder, or a config: then a small random checkpoint of it is made, so give a small config.
@@ -237,16 +235,10 @@ def verify(
     if not isinstance(patcher, Patcher):
         raise not_a_patcher("verify(model, {})", patcher)
     names = _checked(dtype, stages, quick)
-    started = time.perf_counter()
     with under_way("verifying", seed, names, progress) as (scratch, step):
         stock = side_of(model, options, scratch, seed, model_class)
-        patched = replace(stock, patcher=patcher)
-        run = Run(stock, patched, dtype, seed, scratch, names, step, quick)
-        found = _found(run, repr(patcher))
-        if not found.passed:
-            step("which member it is")
-            found = replace(found, guilty=guilty_of(run, patcher, found.stages))
-        return replace(found, seconds=time.perf_counter() - started)
+        run = Run(stock, replace(stock, patcher=patcher), dtype, seed, scratch, step, quick)
+        return _found(run, names, repr(patcher))
 
 
 def compare(
@@ -294,24 +286,30 @@ def compare(
     dtype = dtype or (models[0].dtype if models else torch.float32)
     names = _checked(dtype, stages, quick)
     with under_way("comparing", seed, names, progress) as (scratch, step), _kept(models):
-        run = Run(theirs, mine, dtype, seed, scratch, names, step, quick, tolerance)
-        return _found(run, f"the model {mine.place}")
+        return _found(
+            Run(theirs, mine, dtype, seed, scratch, step, quick, tolerance), names, f"the model {mine.place}"
+        )
 
 
-def _found(run: Run, patcher: str) -> Verification:
-    """What all stages of a run find."""
+def _found(run: Run, names: Iterable[str], patcher: str) -> Verification:
+    """What these stages of a run find, and which member of the patcher is wrong."""
     started = time.perf_counter()
-    stages = tuple(run.stages())
+    stages = tuple(run.stages(names))
+    guilty = None
+    if run.mine.patcher is not None and not all(stage.passed for stage in stages):
+        run.step("which member it is")
+        guilty = guilty_of(run, run.mine.patcher, stages)
     return Verification(
         model=run.theirs.class_name,
         checkpoint=run.theirs.place,
         patcher=patcher,
         dtype=str(run.dtype).removeprefix("torch."),
-        replaced=run.replaced,
+        replaced=len(run.patched),
         calling=run.calling,
         floor=run.floor,
         stages=stages,
         seconds=time.perf_counter() - started,
+        guilty=guilty,
     )
 
 
@@ -328,7 +326,7 @@ def _side(model: Any, options: dict[str, Any]) -> Side:
     return replace(side_of(model, options, Path(), 0), name=str(model))
 
 
-def _checked(dtype: torch.dtype, stages: Iterable[str] | None, quick: bool) -> dict[str, float]:
+def _checked(dtype: torch.dtype, stages: Iterable[str] | None, quick: bool) -> tuple[str, ...]:
     if dtype not in TOLERANCES:
         raise InvalidPatcherError(
             f"dtype={dtype!r} can't be compared; write one of {', '.join(map(str, TOLERANCES))}."

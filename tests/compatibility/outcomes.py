@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import patcher
-from patcher.verification.numerics import differences
+from patcher.verification.passes import differences
 
 EXACT = "exact"
 ROUNDING = "within rounding"

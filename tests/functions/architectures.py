@@ -24,7 +24,7 @@ from torch import nn
 from patcher.errors import PatcherError
 from patcher.functions.models import find_functions, swap_functions
 from patcher.verification.inputs import Pass, chosen_passes
-from patcher.verification.numerics import floating_tensors
+from patcher.verification.passes import floating_tensors
 from tests.coverage.models import architectures, class_named, randomize
 from tests.support.small_configs import small_configs
 

@@ -49,7 +49,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from patcher import InvalidPatcherError, Patcher, PresetDriftError, UnmatchedPatchError, like, presets, report, verify
 from patcher.spec.fingerprints import check_pins, fingerprint
 from patcher.verification.inputs import chosen_passes
-from patcher.verification.numerics import difference
+from patcher.verification.passes import difference
 from tests.support import shared
 from tests.support.sampling import sampled
 from tests.support.tiny import save_tiny, tiny_bert_config

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from patcher.verification.small_configs import COUNTS_OF_LAYERS, SMALL
+from patcher.verification.sides import SMALL
 
 __all__ = ["COUNTS_OF_LAYERS", "FEW", "PARTICULAR", "PARTS_SET", "SMALL"]
+
+#: The names of numbers of layers.
+COUNTS_OF_LAYERS = (
+    "num_hidden_layers n_layer n_layers num_layers depth encoder_layers decoder_layers num_encoder_layers "
+    "num_decoder_layers encoder_num_hidden_layers decoder_num_hidden_layers encoder_depth decoder_depth"
+)
 
 #: Names of numbers of layers, heads and experts: what shrinks a model whose widths depend on each other.
 FEW = frozenset(

@@ -82,7 +82,7 @@ WRONG: dict[str, tuple[tuple[str, str, str], str]] = {
     "an error": (("override_method", "LlamaMLP.forward", FAILS), r"on a short row the file raises ValueError: here"),
     "no forward": (
         ("override_method", "LlamaMLP.__init__", "def f(self, config):\n    raise ValueError('never')\n"),
-        r"the file can't be loaded: ValueError: never",
+        r"the file and stock: load: ValueError: never",
     ),
 }
 

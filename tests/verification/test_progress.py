@@ -81,7 +81,7 @@ def test_a_terminal_shows_no_bar_that_nobody_needs(
     monkeypatch: pytest.MonkeyPatch, shown: bool | None, options: dict[str, Any]
 ) -> None:
     def run() -> None:
-        with progress("verifying", {"load": 1, "outputs": 1}, shown) as step:
+        with progress("verifying", ["load", "outputs"], shown) as step:
             for stage in ("load", "outputs"):
                 step(stage)
                 time.sleep(0.05)
