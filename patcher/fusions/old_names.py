@@ -173,7 +173,7 @@ def more_than_values(rows: torch.Tensor, whole: torch.Tensor, value: Any, *, is_
     )
 
 
-def holding(module: Any, name: str) -> tuple[str, ...]:
+def holding(module: Any, name: str) -> Sequence[str]:
     """The parameters that hold what a fused module had under a name; none where the name is its own."""
     # Not by carried_by: a load looks up so many names that each would be one more way into the other file and back.
     carried: ModuleLayouts | None = vars(module).get(CARRIED)

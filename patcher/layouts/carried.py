@@ -17,9 +17,8 @@ from torch import nn
 from patcher.compat.models import named_modules
 from patcher.errors import PatchedWeightsError
 from patcher.layouts.conversion import Converted
-from patcher.layouts.layouts import Layout
+from patcher.layouts.layouts import Layout, by_itself
 from patcher.layouts.sharded import one_piece
-from patcher.layouts.transforms import by_itself
 from patcher.patterns import in_state_dict, inside
 
 #: On such a module: its `ModuleLayouts`.

@@ -16,9 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from patcher.compat.models import add_load_hook, remove_state_dict_hooks
 from patcher.layouts.carried import CARRIED, ModuleLayouts, is_quantized
-from patcher.layouts.layouts import Layout, named_parameter
+from patcher.layouts.layouts import Layout, by_itself, named_parameter
 from patcher.layouts.sharded import split_like, whole
-from patcher.layouts.transforms import by_itself
 
 
 def carry(module: nn.Module, carried: ModuleLayouts | None) -> None:

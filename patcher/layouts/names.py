@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform
 
 from patcher.compat.conversions import copy_transform, key_renamer, was_used, with_model_prefix
-from patcher.layouts.selection import Added
+from patcher.layouts.transforms import Added
 from patcher.patterns import inside
 
 #: Conversions of transformers that treat each key alone.

@@ -42,7 +42,7 @@ from patcher.construction.lock import construction_lock
 from patcher.errors import InvalidPatcherError
 from patcher.functions.models import restore_functions
 from patcher.layouts.either_layout import carry
-from patcher.layouts.selection import converts
+from patcher.layouts.transforms import converts
 from patcher.loading.findings import Diagnostics, found_in_modules
 from patcher.loading.initial_values import InitialValues
 from patcher.loading.judgement import judge

@@ -22,8 +22,7 @@ from patcher.expressions import cut, search
 from patcher.functions.models import NO_FUNCTIONS, Functions
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusion_named
-from patcher.layouts.selection import converts
-from patcher.layouts.transforms import conversions_of, describe, identity
+from patcher.layouts.transforms import conversions_of, converts, describe, identity
 from patcher.loading.routes import Routing
 from patcher.patterns import compress, is_expression, matches_path, nearest_paths
 from patcher.resolution.resolution import NO_CHANGE, Resolution

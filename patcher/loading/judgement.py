@@ -11,8 +11,7 @@ from patcher.compat.models import named_parameters, ties
 from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, tell_blocks
 from patcher.errors import PatchedWeightsError
 from patcher.expressions import search
-from patcher.layouts.selection import converts
-from patcher.layouts.transforms import is_concatenation
+from patcher.layouts.transforms import converts, is_concatenation
 from patcher.loading.findings import folded, found_by_reading, ordered
 from patcher.loading.load import Loaded, Selected
 from patcher.loading.routes import Routing

@@ -33,7 +33,7 @@ from patcher.construction.in_force import InForce, Outcome, in_force_for, tell_b
 from patcher.construction.meta_init import NoValues
 from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherError
 from patcher.functions.models import NO_FUNCTIONS, Functions, full_name
-from patcher.layouts.selection import SelectedConversions, converts, select_conversions
+from patcher.layouts.transforms import SelectedConversions, converts, select_conversions
 from patcher.loading.findings import Diagnostics, found_in_modules
 from patcher.loading.initial_values import frozen_parameters
 from patcher.loading.record import RECORD, PatchedModule, PatchRecord, keep_record, record_of

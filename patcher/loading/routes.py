@@ -29,13 +29,11 @@ from patcher.compat.models import ModelView, state_tensors, ties
 from patcher.errors import PatchedWeightsError
 from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.carried import fused_modules
-from patcher.layouts.conversion import Converted, Group, convert, made_by_name
-from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
+from patcher.layouts.conversion import Converted, Group, convert, made_by_name, only_moves
+from patcher.layouts.layouts import Layout, Rows, is_alone, lies_in_blocks
 from patcher.layouts.names import Named, Names
-from patcher.layouts.operations import joins_unequal, only_moves
-from patcher.layouts.selection import Added
 from patcher.layouts.sources import Computation, Computed, dtype_of, fused_sources, in_blocks, shape_of
-from patcher.layouts.transforms import describe, has_known_operations, is_alone, single
+from patcher.layouts.transforms import Added, describe, has_known_operations
 from patcher.loading.expert_names import keys_of_experts, quantized_experts, reverted_from_scratch
 from patcher.loading.unfit import Unfit, failure, inside_and_outside
 from patcher.patterns import compress, inside
@@ -96,7 +94,7 @@ class Routing:
     mismatched: dict[str, tuple[torch.Size, torch.Size]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     failures: dict[WeightTransform, tuple[list[str], str]] = field(default_factory=dict)
-    parts_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    parts_of: dict[str, Sequence[str]] = field(default_factory=dict)
     made_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
     used: list[WeightTransform] = field(default_factory=list)
     is_runtime_layout: bool = False
@@ -363,7 +361,7 @@ class _Router:
         shapes = dict(zip(layout.fused, layout.fused_shapes(), strict=True))
         if is_wanted and any(shapes[name] != self.tensors[name].shape for name in self.wanted & shapes.keys()):
             self.unfit.stock_lacks += self._lacking(group) if not is_ours else []
-        is_carried = is_ours or (not is_wanted and joins_unequal(layout.operations))
+        is_carried = is_ours or (not is_wanted and layout.joins_unequal())
         stock = tuple(self.names.stock_name(key, members[key]) for key in group.keys) if is_carried else ()
         self._made(group, layout.fused, layout, by, stock, is_carried=is_carried)
         if not (is_carried or is_wanted):
@@ -395,11 +393,8 @@ class _Router:
 
     def _at_its_word(self, group: Group) -> Converted:
         names = [name for name in made_by_name(group.transform, group.first) if name in self.tensors]
-        shapes = tuple(self.tensors[name].shape for name in names)
-        taken = tuple(shape for _, shape in group.taken.values())
-        patterns = tuple(group.taken[key][0] for key in group.keys)
-        made = tuple(zip(names, group.transform.target_patterns, strict=False))
-        return Converted(group.keys, tuple(names), taken, group.transform, group.first, patterns, made, shapes)
+        made = dict(zip(names, group.transform.target_patterns, strict=False))
+        return group.as_written(made=made, shapes=[self.tensors[name].shape for name in names])
 
     def _made(
         self,
@@ -427,12 +422,11 @@ class _Router:
         values = self._cast(tensors, layout.target) if is_ours else tensors
         given = [values[key] for key in layout.stock]
         try:
-            made = convert(layout.transform, layout.operations, layout.target, layout.patterns, given, self.view)
+            return convert(layout, given, self.view)
         except Exception as error:  # in a thread of the load, which has no place for it
             if not is_ours:
                 raise
             raise failure(layout.transform, [layout.target], f"{type(error).__name__}: {error}") from error
-        return {name: single(tensor) for name, tensor in made.items()}
 
     def _cast(self, tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
         """The tensors in the type that a parameter will have, as transformers gives them to a conversion."""
@@ -496,7 +490,7 @@ class _Router:
                 self.unfit.misfits += unfit
                 continue
             keys = tuple(dict.fromkeys(key for part in found for key in part.keys))
-            routing.routes.append(Route(keys, layout.fused, self.placed[number][1]))
+            routing.routes.append(Route(keys, tuple(layout.fused), self.placed[number][1]))
             self.shapes |= zip(layout.fused, map(tuple, made[number]), strict=True)
             read.append((number, found))
             if twice := already.intersection(layout.fused):

@@ -22,8 +22,8 @@ from patcher.layouts.carried import Carrier, ModuleLayouts, carried_by, carriers
 from patcher.layouts.conversion import made_by_name
 from patcher.layouts.either_layout import carry
 from patcher.layouts.layouts import Layout, Rows
-from patcher.layouts.selection import converts, select_conversions
 from patcher.layouts.sharded import whole
+from patcher.layouts.transforms import converts, select_conversions
 from patcher.loading.record import PatchRecord, record_of
 from patcher.loading.routes import Conversions, Route, route, stock_tensors
 from patcher.patterns import compress, in_state_dict, inside, without_numbers
@@ -55,7 +55,7 @@ class StockView:
     def parts(self) -> Parts:
         """The parameters that only transformers has, and those of the patched model that hold their values."""
         return {
-            name: layout.fused
+            name: tuple(layout.fused)
             for each in self.carrying
             for layout in each.all
             for name in layout.stock

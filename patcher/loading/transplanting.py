@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher.compat.models import ORIGINAL, named_modules, named_parameters, state_tensors
 from patcher.errors import InvalidPatcherError
-from patcher.layouts.transforms import by_itself
+from patcher.layouts.layouts import by_itself
 from patcher.loading.unfusing import HOOKS
 from patcher.patterns import compress, inside
 

@@ -28,7 +28,7 @@ from patcher.errors import InvalidPatcherError
 from patcher.fusions.fused_module import FusedModule
 from patcher.layouts.carried import ModuleLayouts, fused_modules, is_quantized
 from patcher.layouts.either_layout import carry
-from patcher.layouts.transforms import by_itself
+from patcher.layouts.layouts import by_itself
 from patcher.loading.record import RECORD, PatchRecord, record_of
 from patcher.patterns import inside
 

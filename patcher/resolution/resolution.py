@@ -37,8 +37,7 @@ from patcher.fusions.finding import discover
 from patcher.fusions.fused_module import takes_modules
 from patcher.layouts.carried import fused_weights
 from patcher.layouts.layouts import Layout
-from patcher.layouts.selection import select_conversions
-from patcher.layouts.transforms import describe
+from patcher.layouts.transforms import describe, select_conversions
 from patcher.spec.forward_of import shown_name
 from patcher.spec.patcher import Patcher
 

@@ -19,11 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from patcher.compat.models import named_parameters
 from patcher.errors import InvalidPatcherError, PatchedWeightsError
 from patcher.fusions.experts.matrices import Matrices
-from patcher.layouts.conversion import Converted
-from patcher.layouts.layouts import Cut, Flatten, Layout, Rows
-from patcher.layouts.operations import only_moves
+from patcher.layouts.conversion import Converted, only_moves
+from patcher.layouts.layouts import Cut, Flatten, Layout, Rows, by_itself
 from patcher.layouts.sharded import keep_pieces, split_like, whole
-from patcher.layouts.transforms import by_itself
 from patcher.loading.state_dicts import patched_models
 from patcher.loading.stock_view import carriers_in
 from patcher.patterns import compress, inside

@@ -8,9 +8,8 @@ from itertools import accumulate
 from torch import nn
 
 from patcher.errors import InvalidPatcherError
-from patcher.layouts.conversion import Converted
+from patcher.layouts.conversion import Converted, ReversibleConcatenate
 from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
-from patcher.layouts.operations import ReversibleConcatenate
 from patcher.loading.stock_view import carriers_in
 
 
