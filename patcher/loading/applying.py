@@ -47,7 +47,7 @@ from patcher.loading.findings import Diagnostics, found_in_modules
 from patcher.loading.initial_values import InitialValues
 from patcher.loading.judgement import judge
 from patcher.loading.load import Constructed, Loaded, Request, check_supported, construct, seen, select
-from patcher.loading.read import ExpectedInfo, stock_routing
+from patcher.loading.read import stock_routing
 from patcher.loading.record import RECORD, PatchRecord, keep_record, record_of
 from patcher.loading.routes import Conversions, route
 from patcher.loading.saving import saved_state_dict
@@ -167,7 +167,7 @@ def _replaced(patcher: Patcher, model: PreTrainedModel) -> tuple[PreTrainedModel
     if problem := routing.problem or routing.failure:
         raise problem
     of_stock = partial(stock_routing, selected, checkpoint)
-    loaded = judge(selected, routing, checkpoint, ExpectedInfo(routing), of_stock)
+    loaded = judge(selected, routing, checkpoint, routing, of_stock)
     loaded.diagnostics.warn()
     InitialValues(loaded).put_back(LoadStateDictConfig(device_map={"": model.device}, dtype=model.dtype))
     record = loaded.record
@@ -216,7 +216,7 @@ def _made(load: Loaded, checkpoint: Mapping[str, torch.Tensor], model: PreTraine
             )
         values = list(parts.values())
         made |= zip(each.parameters, each.layout.fuse(values) if each.layout is not None else values, strict=True)
-    return {name: value for name, value in made.items() if name not in load.routing.mismatched}
+    return {name: value for name, value in made.items() if name not in load.routing.absent}
 
 
 def _constructed(

@@ -228,8 +228,8 @@ def found_by_reading(
     if not entries:
         return Outcome()
     conversions, keys = selected.conversions, tuple(checkpoint)
-    effective = conversions.added if selected.runtime_layout else routing.effective
-    done = {identity(each.transform) for each in effective}
+    effective = {each for route in routing.routes for each in route.by}
+    done = {identity(each.transform) for each in (conversions.added if selected.runtime_layout else effective)}
     dropped = {text for _, text in conversions.dropped}
     stock = [*conversions.kept, *(transform for transform, _ in conversions.dropped)]
     patterns = {text for each in stock for text in (*source_patterns(each), *target_patterns(each))}

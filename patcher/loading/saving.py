@@ -30,7 +30,7 @@ from patcher.layouts.carried import Carrier, carriers, fused_modules, separated
 from patcher.layouts.layouts import lies_in_blocks
 from patcher.layouts.sharded import on_meta
 from patcher.layouts.transforms import describe, identity
-from patcher.loading.expert_names import named_as_in_checkpoint, reverted_from_scratch
+from patcher.loading.experts import named_as_in_checkpoint, reverted_from_scratch
 from patcher.loading.record import PatchRecord, record_of
 from patcher.loading.stock_view import carriers_in, from_scratch
 from patcher.patterns import compress, in_state_dict, inside
