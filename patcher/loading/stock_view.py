@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from operator import methodcaller
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,7 @@ from transformers.core_model_loading import WeightConverter, WeightTransform
 from patcher.compat.conversions import key_renamer, stock_conversions, stock_conversions_from_scratch, stock_revert
 from patcher.compat.models import named_modules, state_tensors
 from patcher.errors import InvalidPatcherError
-from patcher.layouts.carried import Carrier, ModuleLayouts, carried_by, carriers
+from patcher.layouts.carried import Carrier, ModuleLayouts, carried_by, carriers, separated
 from patcher.layouts.conversion import made_by_name
 from patcher.layouts.either_layout import carry
 from patcher.layouts.layouts import Layout, Rows
@@ -65,12 +66,10 @@ class StockView:
     @torch.no_grad()
     def values(self, names: Mapping[str, object]) -> dict[str, torch.Tensor]:
         """The values of some parameters of transformers, as the model has them now."""
-        found = {name: whole(self.own[name].detach()) for name in names if name in self.own}
-        for layout in (layout for each in self.carrying for layout in each.all):
-            if not names.keys().isdisjoint(layout.stock) and self.own.keys() >= set(layout.fused):
-                values = layout.separate([whole(self.own[name].detach()) for name in layout.fused])
-                found |= {name: value for name, value in zip(layout.stock, values, strict=True) if name in names}
-        return found
+        meant = [each for each in self.carrying if any(not names.keys().isdisjoint(one.stock) for one in each.all)]
+        held = {*names, *(name for each in meant for layout in each.all for name in layout.fused)}
+        own = {name: whole(self.own[name].detach()) for name in held if name in self.own}
+        return {name: value for name, value in separated(meant, own)[0].items() if name in names}
 
 
 def stock_view(model: nn.Module) -> StockView:
@@ -104,7 +103,13 @@ def carry_routes(model: PreTrainedModel, routes: Iterable[Route], replaced: Iter
         routes: those of conversions of patchers.
         replaced: the paths of the modules.
     """
-    for path, layouts in _by_module(_carried_layouts(routes), replaced).items():
+    paths = sorted(replaced, key=len, reverse=True)
+    by_module: dict[str, list[Layout]] = {}
+    for layout in _carried_layouts(routes):
+        own = (*layout.stock, *layout.fused)
+        path = next((path for path in paths if all(name.startswith(inside(path)) for name in own)), "")
+        by_module.setdefault(path, []).append(layout.named(methodcaller("removeprefix", inside(path))))
+    for path, layouts in by_module.items():
         module = model.get_submodule(path)
         carry(module, replace(carried_by(module) or ModuleLayouts(), converted=tuple(layouts)))
 
@@ -118,17 +123,6 @@ def _carried_layouts(routes: Iterable[Route]) -> list[Layout]:
         and each.layout is not None
         and (each.stock != each.parameters or type(each.layout) is not Rows)
     ]
-
-
-def _by_module(layouts: Iterable[Layout], replaced: Iterable[str]) -> dict[str, list[Layout]]:
-    """The layouts by the module that carries them: the replaced one that has all their names, or the model."""
-    paths = sorted(replaced, key=len, reverse=True)
-    by_module: dict[str, list[Layout]] = {}
-    for layout in layouts:
-        own = (*layout.stock, *layout.fused)
-        path = next((path for path in paths if all(name.startswith(inside(path)) for name in own)), "")
-        by_module.setdefault(path, []).append(layout.named(lambda name, path=path: name.removeprefix(inside(path))))  # type: ignore[misc]
-    return by_module
 
 
 def carriers_in(model: nn.Module) -> list[Carrier]:
