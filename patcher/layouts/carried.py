@@ -162,11 +162,7 @@ class ModuleLayouts:
 
 @torch.no_grad()
 def _separated(layout: Layout, prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parts of one layout; nothing where there is nothing of it: of a part of a model, or in stock's layout.
-
-    Raises:
-        PatchedWeightsError: they can't be known.
-    """
+    """The parts of one layout; nothing where there is nothing of it: of a part of a model, or in stock's layout."""
     found = {name: tensors[name] for name in layout.fused if name in tensors}
     if not found:
         return {}

@@ -162,11 +162,7 @@ def _take_parts(layout: Layout, prefix: str, state_dict: dict[str, Any]) -> dict
 def _fused(
     layout: Layout, parts: Mapping[str, torch.Tensor], current: Mapping[str, nn.Parameter | None], assign: bool
 ) -> dict[str, torch.Tensor]:
-    """The parameters of a module with the values of some or all of their parts.
-
-    Raises:
-        ValueError: they can't be known.
-    """
+    """The parameters of a module with the values of some or all of their parts."""
     for name, parameter in current.items():
         if parameter is None or is_quantized(parameter):
             kind = "gone" if parameter is None else f"quantized ({type(parameter).__name__} of {parameter.dtype})"

@@ -250,11 +250,7 @@ def cannot(what: str, instead: str) -> InvalidPatcherError:
 
 
 def check_can_be_copied(model: Any) -> None:
-    """Raise for what a copy would lack, or would share with the given model although the two must not.
-
-    Raises:
-        InvalidPatcherError: it names what it is and where, and what to do instead.
-    """
+    """Raise for what a copy would lack, or would share with the given model although the two must not."""
     if not isinstance(model, PreTrainedModel):
         raise InvalidPatcherError(
             f"Patcher.apply takes a model of transformers, found {type(model).__name__}; "
@@ -304,11 +300,7 @@ def _closed_over(value: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy with parameters of its own on the same storage, and buffers of its own.
-
-    Raises:
-        InvalidPatcherError: something that the model holds can't be copied.
-    """
+    """A copy with parameters of its own on the same storage, and buffers of its own."""
     memo: dict[int, Any] = {}
     attributes = [value for module in model.modules() for value in vars(module).values()]
     for each in [*model.parameters(), *attributes]:

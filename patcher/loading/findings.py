@@ -53,11 +53,7 @@ class Diagnostics:
     goes_on: bool = False
 
     def adding(self, error: PatcherError | None, *, strict: bool) -> Diagnostics:
-        """With one more, unless there is none.
-
-        Raises:
-            PatcherError: `error`, where that is strict.
-        """
+        """With one more, unless there is none."""
         if error is None:
             return self
         if not strict:
@@ -69,11 +65,7 @@ class Diagnostics:
         return replace(self, errors=(*self.errors, error))
 
     def adding_unused(self, entries: Iterable[InForce], outcome: Outcome, model_name: str = "") -> Diagnostics:
-        """With what of these patchers has had no effect.
-
-        Raises:
-            UnmatchedPatchError: something of a strict one.
-        """
+        """With what of these patchers has had no effect."""
         result = self
         for entry in entries:
             result = result.adding(_error(entry, outcome, model_name), strict=entry.patcher.strict)

@@ -153,11 +153,7 @@ class InitialValues:
                 yield key, buffer
 
     def _built_again(self, path: str, built: Built) -> nn.Module:
-        """A replacement, built once more for its new weights.
-
-        Raises:
-            PatchConstructionError: it can't be.
-        """
+        """A replacement, built once more for its new weights."""
         names = [(inside(path) + name, number) for name, number in built.numbers.items()]
         brought = {number for key, number in names if key not in self.missing or key in self.tied}
         construction = Construction(self.load.rules, is_skeleton=True)
@@ -270,11 +266,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _check_attributes(built: Built, module: nn.Module) -> None:
-    """Raise for what belongs to the new weights of a replacement, perhaps, and has come out otherwise for them.
-
-    Raises:
-        PatchConstructionError: tensors in a plain attribute are not what they were when it was built first.
-    """
+    """Raise for what belongs to the new weights of a replacement, perhaps, and has come out otherwise for them."""
     for path, part in module.named_modules():
         first = module_at(built.module, path)
         if first is None or type(first) is not type(part):  # a quantizer's, or a fusion's

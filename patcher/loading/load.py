@@ -117,11 +117,7 @@ def request(
 
 
 def check_supported(entries: tuple[InForce, ...], path: Any, options: Mapping[str, Any]) -> None:
-    """Raise for what patchers, or their conversions, are not yet known to survive.
-
-    Raises:
-        InvalidPatcherError: with what can be done instead.
-    """
+    """Raise for what patchers, or their conversions, are not yet known to survive."""
     if entries and is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
         raise InvalidPatcherError(
             "A patcher was requested while DeepSpeed ZeRO-3 is on, which partitions each parameter as soon as it is "
@@ -202,11 +198,7 @@ def construct(load: Request, done: Callable[[Constructed], object]) -> Iterator[
 
 
 def check_stands(construction: Construction, model_class: type[PreTrainedModel]) -> PreTrainedModel:
-    """The model that was built, if it has gone through all that a model is patched at.
-
-    Raises:
-        PatchConstructionError: it has not.
-    """
+    """The model that was built, if it has gone through all that a model is patched at."""
     model = construction.root
     if model is None:
         raise PatchConstructionError(

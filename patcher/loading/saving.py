@@ -64,11 +64,7 @@ class SavePlan:
         return () if self.original_format or self.record is None else tuple(self.record.fusions)
 
     def saved_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The state dict as the stock model would save it.
-
-        Raises:
-            PatchedWeightsError: something in it can't be restored.
-        """
+        """The state dict as the stock model would save it."""
         moved: dict[str, str] = {}
         same: dict[str, str] = {}
         # The load of a quantized checkpoint has read such layers as they are, and run no conversion of stacks.
@@ -91,9 +87,6 @@ class SavePlan:
         """What `saved_state_dict` makes, without values: on the meta device this costs nothing.
 
         A tensor of a quantizer's own type is left as it is: by its type it says that it can't be taken apart.
-
-        Raises:
-            PatchedWeightsError: something in it can't be restored, or a conversion would change the model.
         """
         with torch.inference_mode(False), torch.no_grad():
             given = {key: on_meta(value) for key, value in state_dict.items()}

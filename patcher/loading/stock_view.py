@@ -203,9 +203,6 @@ def check_no_part_is_named(what: str, named: Iterable[str], parts: Parts) -> Non
     Args:
         what: the argument that names them.
         named: these parts.
-
-    Raises:
-        InvalidPatcherError: with the names to write in their place.
     """
     named = sorted(named)
     if not named:

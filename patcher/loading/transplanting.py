@@ -45,11 +45,7 @@ class Weights:
         self._at_place = {_place(each): each for each in self.own.values()}
 
     def give(self, path: str, module: nn.Module, old: nn.Module) -> None:
-        """Give a module its own; the others in what takes the place of `old` are given theirs one by one.
-
-        Raises:
-            InvalidPatcherError: nothing makes one of them, or it isn't known whether it is trained.
-        """
+        """Give a module its own; the others in what takes the place of `old` are given theirs one by one."""
         device = next((each.device for each in old.parameters()), None)
         for table in (module._parameters, module._buffers):
             for key, here in table.items():

@@ -49,9 +49,6 @@ def unfuse(model: nn.Module, wanted: Wanted, reason: str, replacements: Collecti
 
     Returns:
         The paths of the modules.
-
-    Raises:
-        InvalidPatcherError: the weights of one of them can't be taken apart.
     """
     fused = fused_modules(model)
     chosen = {id(module) for path, module, carried in fused if wanted(path, carried)}

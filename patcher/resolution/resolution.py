@@ -225,11 +225,7 @@ def resolve_standing(
 
 
 def replace_functions(construction: Construction, model: PreTrainedModel) -> None:
-    """Have the modules of a model call the replacements, before it is initialised and anything is fused.
-
-    Raises:
-        PatchConstructionError: a replacement doesn't fit a call, or a call can't be changed for one model alone.
-    """
+    """Have the modules of a model call the replacements, before it is initialised and anything is fused."""
     layers = tuple(tuple(entry.patcher.function_mapping.items()) for entry in construction.rules.entries)
     construction.functions = find_functions(model, layers) if any(layers) else NO_FUNCTIONS
     swap_functions(model, construction.functions)

@@ -73,11 +73,7 @@ def fused_parameters(model: nn.Module) -> dict[str, tuple[Part, ...]]:
 
 
 def _parts(layout: Layout) -> tuple[Part, ...]:
-    """The parts of the parameter that a layout makes.
-
-    Raises:
-        InvalidPatcherError: they aren't slices of it.
-    """
+    """The parts of the parameter that a layout makes."""
     joined, shapes = ", ".join(layout.stock), layout.stock_shapes
     if lies_in_blocks(layout):
         raise InvalidPatcherError(

@@ -8,11 +8,7 @@ from patcher.source.importing import when_imported
 
 
 def install_core() -> None:
-    """Install the seams of the core.
-
-    Raises:
-        PatcherError: this release of transformers lacks a seam.
-    """
+    """Install the seams of the core."""
     check_used()
     install_seams(seams_in(*(each.__name__ for each in (loads, making, recorders, saves))))
     when_imported(
