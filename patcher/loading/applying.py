@@ -56,8 +56,7 @@ from patcher.loading.stock_view import carriers_in, carry_routes
 from patcher.loading.transplanting import Weights, keep_what_is_held, transplant
 from patcher.loading.unfusing import take_hooks, unfuse
 from patcher.patterns import compress, inside
-from patcher.resolution.fused_modules import fuse_standing_modules
-from patcher.resolution.resolution import replace_functions, resolve_standing
+from patcher.resolution.resolution import fuse_standing_modules, replace_functions, resolve_standing
 from patcher.spec.fingerprints import check_built, check_pins
 from patcher.spec.patcher import Patcher
 

@@ -39,8 +39,7 @@ from patcher.loading.initial_values import frozen_parameters
 from patcher.loading.record import RECORD, PatchedModule, PatchRecord, keep_record, record_of
 from patcher.loading.routes import Routing
 from patcher.loading.stock_view import carry_routes
-from patcher.resolution.fused_modules import fuse_standing_modules
-from patcher.resolution.resolution import NO_CHANGE, Resolution
+from patcher.resolution.resolution import NO_CHANGE, Resolution, fuse_standing_modules
 from patcher.spec.fingerprints import check_pins
 
 
