@@ -120,12 +120,15 @@ class InitialValues:
                 self._put(key, parameter)
         for path, built in dict.fromkeys(self.new.values()):
             module = self._built_again(path, built)
-            _check_attributes(built, module)
             for key, (owner, _) in self.new.items():
                 if owner == path and (value := self._initial(built, module, path, key)) is not None:
                     self._put(key, value)
-            # What is random was drawn anew, for buffers as for the weights that it may have been drawn for.
+            # What is random was drawn anew, for buffers and attributes as for the weights that belong to them.
             self.buffers |= dict(self._kept(path, module))
+            for name, part in module.named_modules():
+                first = module_at(built.module, name)
+                if first is not None and type(first) is type(part):  # not a quantizer's, or a fusion's
+                    first.__dict__.update((each, held) for each, held in attributes(part) if _is_of_tensors(held))
         for key, buffer in self.buffers.items():
             tensor = buffer.detach()
             set_module_tensor_to_device(self.model, key, self._device(key), value=tensor, dtype=tensor.dtype)
@@ -261,27 +264,10 @@ def keeping_computed(replacements: Iterable[nn.Module]) -> Iterator[None]:
             forget_initialized(buffer)
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.device == other.device != torch.device("meta") and one.shape == other.shape and torch.equal(one, other)
-
-
-def _check_attributes(built: Built, module: nn.Module) -> None:
-    """Raise for what belongs to the new weights of a replacement, perhaps, and has come out otherwise for them."""
-    for path, part in module.named_modules():
-        first = module_at(built.module, path)
-        if first is None or type(first) is not type(part):  # a quantizer's, or a fusion's
-            continue
-        for name, value in attributes(part):
-            values, before = (
-                [each for each in tensors_in(held, lambda _: True) if not isinstance(each, nn.Parameter)]
-                for held in (value, first.__dict__.get(name))
-            )
-            if len(values) != len(before) or not all(map(_equal, values, before)):
-                raise PatchConstructionError(
-                    f"{type(part).__qualname__}.__init__ gives other values to the attribute {name!r} each time, and "
-                    "it is called twice where the checkpoint lacks weights: register it as a buffer, which is kept "
-                    "together with the new weights."
-                )
+def _is_of_tensors(value: Any) -> bool:
+    """Whether a plain attribute holds tensors, and no parameter."""
+    held = tensors_in(value, lambda module: True)
+    return bool(held) and not any(isinstance(each, nn.Parameter) for each in held)
 
 
 def module_at(module: nn.Module, path: str) -> nn.Module | None:

@@ -1,4 +1,4 @@
-"""The seams of the core, one file a subject: `from_pretrained` and `from_config` learn `patcher=`, saves are stock's."""
+"""The seams of the core, one file a subject: loads and constructors learn `patcher=`, and saves are those of stock."""
 
 from __future__ import annotations
 
