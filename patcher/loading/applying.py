@@ -244,7 +244,7 @@ def _constructed(
 # --- a copy on the same weights --------------------------------------------------------------------------------------
 
 
-def cannot(what: str, instead: str) -> InvalidPatcherError:
+def _cannot(what: str, instead: str) -> InvalidPatcherError:
     return InvalidPatcherError(f"Patcher.apply can't take {what}. {instead}")
 
 
@@ -256,31 +256,32 @@ def check_can_be_copied(model: Any) -> None:
             "take the model out of its wrapper."
         )
     if getattr(model, "hf_quantizer", None) is not None:
-        raise cannot("a quantized model: its weights can't be restored", "Load it again with patcher=...")
+        raise _cannot("a quantized model: its weights can't be restored", "Load it again with patcher=...")
+    again = "Load it again with patcher=..., device_map=..."
+    own: dict[int, str] = {}
     for name, parameter in named_parameters(model):
+        own.setdefault(id(parameter), name)
         if isinstance(parameter, DTensor):
-            raise cannot(
+            raise _cannot(
                 f"a model that is split over processes ({name})",
                 "Save it with save_pretrained, and load that with patcher=...",
             )
         if parameter.is_meta:
-            raise cannot("a model whose weights are offloaded", "Load it again with patcher=..., device_map=...")
+            raise _cannot("a model whose weights are offloaded", again)
         if has_gradient_hooks(parameter):
-            raise cannot(f"a hook on the gradient of {name}: a copy has other gradients", "Register it on the result.")
-    own = {id(parameter): name for name, parameter in named_parameters(model)}
+            raise _cannot(
+                f"a hook on the gradient of {name}: a copy has other gradients", "Register it on the result."
+            )
     own |= {id(module): path or "the model" for path, module in named_modules(model)}
     for path, module in named_modules(model):
         if hasattr(module, "_hf_hook"):
-            raise cannot(
-                f"a model that accelerate has spread over devices ({own[id(module)]})",
-                "Load it again with patcher=..., device_map=...",
-            )
+            raise _cannot(f"a model that accelerate has spread over devices ({own[id(module)]})", again)
         if is_compiled(module):
-            raise cannot(f"what is compiled ({own[id(module)]})", "Compile the result instead.")
+            raise _cannot(f"what is compiled ({own[id(module)]})", "Compile the result instead.")
         for name, value in vars(module).items():
             for each in value.values() if isinstance(value, dict) else (value,):
                 if held := next((own[id(held)] for held in _closed_over(each) if id(held) in own), None):
-                    raise cannot(
+                    raise _cannot(
                         f"{inside(path)}{name}: a function has {held} in its closure, and a copy would go on using "
                         "that of the given model",
                         "Bind it to its module with types.MethodType(function, module), or apply the patcher first.",
@@ -290,12 +291,11 @@ def check_can_be_copied(model: Any) -> None:
 def _closed_over(value: Any, depth: int = 0) -> Iterator[Any]:
     """What a function holds in its closure, as do functions in that. A copy of a function has the same closure."""
     value = getattr(value, "__func__", value.func if isinstance(value, partial) else value)
-    if isinstance(value, FunctionType) and depth < 5:
-        for cell in value.__closure__ or ():
-            with suppress(ValueError):  # it is empty
-                held = cell.cell_contents
-                yield getattr(held, "__self__", held)
-                yield from _closed_over(held, depth + 1)
+    for cell in (value.__closure__ or ()) if isinstance(value, FunctionType) and depth < 5 else ():
+        with suppress(ValueError):  # it is empty
+            held = cell.cell_contents
+            yield getattr(held, "__self__", held)
+            yield from _closed_over(held, depth + 1)
 
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -308,7 +308,7 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
     try:
         copied = copy.deepcopy(model, memo)
     except Exception as error:
-        raise cannot(
+        raise _cannot(
             f"a model that can't be copied ({type(error).__name__}: {error})",
             "Take off what was added to it, or load it again with patcher=...",
         ) from error
