@@ -269,8 +269,9 @@ class _Router:
 
     def take(self, keys: Iterable[str]) -> None:
         """Route these keys, each alone or with those that are converted together."""
-        for group, members in self._groups(self._placed(list(keys))):
-            self._convert(group, members)
+        self.named = self._placed(list(keys))
+        for group in self._groups():
+            self._convert(group)
         self.routing.used = self.names.used
 
     # --- names ---------------------------------------------------------------------------------------------------
@@ -308,22 +309,19 @@ class _Router:
                 raise inside_and_outside(added.transform, within, misfits)
         return named
 
-    def _groups(self, named: Mapping[str, Named]) -> list[tuple[Group, dict[str, Named]]]:
+    def _groups(self) -> list[Group]:
         """What converters take together; what none takes is put where it belongs."""
-        groups: dict[tuple[str, int], tuple[Group, dict[str, Named]]] = {}
-        shapes = {key: shape_of(self.checkpoint[key]) for key in named}
-        for key, found in named.items():
+        groups: dict[tuple[str, int], Group] = {}
+        shapes = {key: shape_of(self.checkpoint[key]) for key in self.named}
+        for key, found in self.named.items():
             name, shape = found.name, shapes[key]
             if found.taker is not None:
-                if name not in self.tensors and "*" not in name:
+                if name in self.tensors or "*" in name:
+                    group = groups.setdefault((name, id(found.taker)), Group(found.taker, name))
+                    group.add(key, found.pattern or key, shape)
+                else:
                     self.routing.unexpected_keys.update(made_by_name(found.taker, name))
                     self.unused[key] = name
-                    continue
-                place = (name, id(found.taker))
-                if place not in groups:
-                    groups[place] = Group(found.taker, name), {}
-                groups[place][0].add(key, found.pattern or key, shape)
-                groups[place][1][key] = found
                 continue
             if name not in self.tensors:
                 self.unused[key] = name
@@ -346,15 +344,15 @@ class _Router:
 
     # --- conversions -----------------------------------------------------------------------------------------------
 
-    def _convert(self, group: Group, members: dict[str, Named]) -> None:
+    def _convert(self, group: Group) -> None:
         """Find what a converter makes of a group, and have it read from that where transformers can't do it alone."""
-        by = tuple(dict.fromkeys(added for found in members.values() for added in found.by))
+        by = tuple(dict.fromkeys(added for key in group.taken for added in self.named[key].by))
         of_quantizer = any(getattr(each, "hf_quantizer", None) is not None for each in group.transform.operations)
         by_name = made_by_name(group.transform, group.first)
         is_ours, is_wanted = bool(by), not self.wanted.isdisjoint(by_name)
         if of_quantizer and not (is_ours or is_wanted):
             # It makes what its patterns say, and writes to the parameters of the model on its way.
-            self._made(group, by_name, None, by)
+            self._made(Route(group.keys, tuple(by_name), None, by), {})
             return
         try:
             layout = self._layout(group, is_ours)
@@ -370,13 +368,12 @@ class _Router:
         is_wanted = not self.wanted.isdisjoint(layout.fused)  # patterns don't show all names
         shapes = dict(zip(layout.fused, layout.fused_shapes(), strict=True))
         is_carried = is_ours or (not is_wanted and layout.joins_unequal())
-        stock = tuple(self.names.stock_name(key, members[key]) for key in group.keys) if is_carried else ()
-        self._made(group, layout.fused, layout, by, stock, is_carried=is_carried)
+        stock = tuple(self.names.stock_name(key, self.named[key]) for key in group.keys) if is_carried else ()
+        self._made(Route(group.keys, tuple(layout.fused), layout, by, stock, is_carried), shapes)
         if not (is_carried or is_wanted):
             return
         sources = {key: self.routing.rest.pop(key) for key in group.keys}
-        run = partial(self._run, layout, is_carried)
-        computation = Computation(run, sources)
+        computation = Computation(partial(self._run, layout, is_carried), sources)
         is_stacked = only_moves(group.transform) and not (is_ours or self.conversions.requested)
         dtype = dtype_of(next(iter(sources.values()))) if sources else ""
         for name, shape in shapes.items():
@@ -387,42 +384,29 @@ class _Router:
                 self.routing.sources[name] = source
 
     def _layout(self, group: Group, is_ours: bool) -> Converted:
-        if not self.unknown.isdisjoint(group.keys):
-            return self._at_its_word(group)
+        is_known = self.unknown.isdisjoint(group.keys)
         try:
-            return group.layout(self.view)
+            if is_known:
+                return group.layout(self.view)
         except Exception:
             if has_known_operations(group.transform) or not is_ours:
                 raise
-        if self.dtype is None:
-            return self._at_its_word(group)
-        values = {key: self.checkpoint[key][...] for key in group.keys}  # it may need them
-        return group.layout(self.view, self._cast(values, group.first))
-
-    def _at_its_word(self, group: Group) -> Converted:
+        if is_known and self.dtype is not None:  # it may need values
+            values = {key: self.checkpoint[key][...] for key in group.keys}
+            return group.layout(self.view, self._cast(values, group.first))
         names = [name for name in made_by_name(group.transform, group.first) if name in self.tensors]
         made = dict(zip(names, group.transform.target_patterns, strict=False))
         return group.as_written(made=made, shapes=[self.tensors[name].shape for name in names])
 
-    def _made(
-        self,
-        group: Group,
-        names: Sequence[str],
-        layout: Converted | None,
-        by: tuple[Added, ...],
-        stock: tuple[str, ...] = (),
-        *,
-        is_carried: bool = False,
-    ) -> None:
+    def _made(self, route: Route, shapes: Mapping[str, torch.Size]) -> None:
         """Note what a group makes."""
-        shapes = layout.fused_shapes() if layout is not None else []
-        for number, name in enumerate(names):
+        for name in route.parameters:
             if name not in self.tensors:
                 self.routing.unexpected_keys.add(name)
             elif name not in self.wanted:
-                self.shapes[name] = tuple(shapes[number] if layout is not None else self.tensors[name].shape)
-            self._origin(name, group.keys, bool(by))
-        self.routing.routes.append(Route(group.keys, tuple(names), layout, by, stock, is_carried))
+                self.shapes[name] = tuple(shapes.get(name, self.tensors[name].shape))
+            self._origin(name, route.keys, bool(route.by))
+        self.routing.routes.append(route)
 
     @torch.no_grad()
     def _run(self, layout: Converted, is_ours: bool, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:

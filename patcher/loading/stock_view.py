@@ -19,7 +19,7 @@ from transformers.core_model_loading import WeightConverter, WeightTransform
 from patcher.compat.conversions import key_renamer, stock_conversions, stock_conversions_from_scratch, stock_revert
 from patcher.compat.models import named_modules, state_tensors
 from patcher.errors import InvalidPatcherError
-from patcher.layouts.carried import Carrier, ModuleLayouts, carried_by, carriers, separated
+from patcher.layouts.carried import Carrier, ModuleLayouts, carried_by, carriers
 from patcher.layouts.conversion import made_by_name
 from patcher.layouts.either_layout import carry
 from patcher.layouts.layouts import Layout, Rows
@@ -66,10 +66,12 @@ class StockView:
     @torch.no_grad()
     def values(self, names: Mapping[str, object]) -> dict[str, torch.Tensor]:
         """The values of some parameters of transformers, as the model has them now."""
-        meant = [each for each in self.carrying if any(not names.keys().isdisjoint(one.stock) for one in each.all)]
-        held = {*names, *(name for each in meant for layout in each.all for name in layout.fused)}
-        own = {name: whole(self.own[name].detach()) for name in held if name in self.own}
-        return {name: value for name, value in separated(meant, own)[0].items() if name in names}
+        found = {name: whole(self.own[name].detach()) for name in names if name in self.own}
+        for layout in (layout for each in self.carrying for layout in each.all):
+            if not names.keys().isdisjoint(layout.stock) and self.own.keys() >= set(layout.fused):
+                values = layout.separate([whole(self.own[name].detach()) for name in layout.fused])
+                found |= {name: value for name, value in zip(layout.stock, values, strict=True) if name in names}
+        return found
 
 
 def stock_view(model: nn.Module) -> StockView:

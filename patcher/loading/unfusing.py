@@ -72,8 +72,7 @@ def unfuse(model: nn.Module, wanted: Wanted, reason: str, replacements: Collecti
 
 def without(record: PatchRecord, paths: Collection[str], reason: str) -> PatchRecord:
     """A record of a model in which some modules aren't fused any more."""
-    fusions = {each.path: fusion for each in record.modules if (fusion := each.fusion) is not None}
-    gone = {path: fusion for path, fusion in fusions.items() if path in paths}
+    gone = {each.path: each.fusion for each in record.modules if each.fusion is not None and each.path in paths}
     return replace(
         record,
         modules=tuple(each for each in record.modules if each.path not in gone),
