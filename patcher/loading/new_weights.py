@@ -1,7 +1,7 @@
 """Weights that only a patcher declares: named in the metadata of the files that have them, and kept by themselves.
 
     adapter.weight  -->  model.safetensors, metadata: {"patcher_new_weights": '{"of": "mine", "names": [...]}'}
-                    -->  save_new_weights(model, folder): new_weights.safetensors, patcher.json
+                    -->  save_new_weights(model, folder): new_weights.safetensors, patcher.json, README.md
 
 Transformers ignores what it finds in a checkpoint and the model doesn't have, with a line in a table: a model whose
 trained adapter is read by somebody without the patcher would compute as if it had none. A file without metadata (a
@@ -30,11 +30,12 @@ from patcher.construction.in_force import FUSION_CONFIG, LAYOUT
 from patcher.errors import InvalidPatcherError, PatchedWeightsError, warn
 from patcher.expressions import search
 from patcher.layouts.sharded import on_meta, split_like, whole
-from patcher.loading.findings import folded, ordered
+from patcher.loading.findings import ordered
 from patcher.loading.judgement import expressions_for
 from patcher.loading.load import Loaded, Request
 from patcher.loading.record import record_of
 from patcher.loading.saving import SavePlan, plan_original_format
+from patcher.patterns import compress
 from patcher.resolution.resolution import skeleton
 from patcher.spec import serialization
 from patcher.spec.patcher import Patcher
@@ -58,8 +59,8 @@ def save_new_weights(model: PreTrainedModel, folder: str | os.PathLike[str]) -> 
     ...     load_new_weights(model, folder)
 
     As an adapter is kept: a base model, and one such folder for each thing that it was trained for. The folder has
-    `new_weights.safetensors`, by the names of the model's parameters, and `patcher.json` for `Patcher.load`. Of a
-    model that is split over processes each has to call it; one writes.
+    `new_weights.safetensors`, by the names of the model's parameters, `patcher.json` for `Patcher.load`, and a model
+    card. Of a model that is split over processes each has to call it; one writes.
 
     Raises:
         InvalidPatcherError: the model has no weights that a patcher declares as new, or its patcher can't be written
@@ -71,7 +72,8 @@ def save_new_weights(model: PreTrainedModel, folder: str | os.PathLike[str]) -> 
             f"{type(model).__name__} has no weights that a patcher declares as new, so there is nothing to save. "
             "Declare them: Patcher(..., new_weights=[...])."
         )
-    data, state = _patcher_of(model).to_dict(), state_tensors(model)
+    patcher, state = _patcher_of(model), state_tensors(model)
+    data = patcher.to_dict()
     tensors = {name: whole(state[name]).detach().to("cpu").contiguous() for name in names}
     if distributed.is_initialized() and distributed.get_rank() != 0:
         return
@@ -79,6 +81,7 @@ def save_new_weights(model: PreTrainedModel, folder: str | os.PathLike[str]) -> 
     metadata = named_in_metadata({"format": "pt"}, names, names, model)
     save_file(tensors, Path(folder, FILE_NAME), metadata=metadata)
     sort_metadata(Path(folder, FILE_NAME))
+    Path(folder, "README.md").write_text(_card(model, patcher, names), encoding="utf-8")
 
 
 def load_new_weights(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
@@ -122,12 +125,12 @@ def load_new_weights(model: PreTrainedModel, folder: str | os.PathLike[str]) -> 
         )
     state = state_tensors(model)
     wanted = {name: state[name] for name in new_weights(model).values()}
-    problems = [f"missing: {each}" for each in folded(wanted.keys() - tensors.keys())]
-    problems += [f"left over: {each}" for each in folded(tensors.keys() - wanted.keys())]
+    problems = [f"missing: {each}" for each in compress(sorted(wanted.keys() - tensors.keys()))]
+    problems += [f"left over: {each}" for each in compress(sorted(tensors.keys() - wanted.keys()))]
     problems += [
-        f"of another shape: {name}: found {tuple(tensors[name].shape)}, expected {tuple(wanted[name].shape)}"
-        for name in ordered(wanted.keys() & tensors.keys())
-        if tensors[name].shape != wanted[name].shape
+        f"of another shape: {name}: found {tuple(tensor.shape)}, expected {tuple(wanted[name].shape)}"
+        for name, tensor in tensors.items()
+        if name in wanted and tensor.shape != wanted[name].shape
     ]
     if problems:
         raise PatchedWeightsError(
@@ -196,7 +199,9 @@ def sort_metadata(path: str | os.PathLike[str]) -> None:
 def _read(paths: Iterable[str]) -> dict[str, str]:
     """The new weights that files name -> the name of the patcher that they are of."""
     found: dict[str, str] = {}
-    for path in (path for path in paths if str(path).endswith(".safetensors")):
+    for path in paths:
+        if not str(path).endswith(".safetensors"):
+            continue
         with safe_open(path, framework="np") as file:  # as "pt", but it maps a file larger than the memory too
             text = (file.metadata() or {}).get(METADATA)
         try:
@@ -218,19 +223,21 @@ def check_new_weights(load: Request, unexpected: Iterable[str]) -> Request:
         return load  # so that a load without either opens no file for it
     new = _read(load.files)
     dropped = [text for entry in load.in_force for text in entry.patcher.dropped_weights]
-    lost = {
+    lost = [
         key
         for key in unexpected
         if any(f".{name}".endswith(f".{key}") or f".{key}".endswith(f".{name}") for name in new)
         and not any(search(each, key) for each in dropped)
-    }
+    ]
     if lost:
         of = " and ".join(sorted({repr(name) if name else "a patcher without a name" for name in new.values()}))
-        text = (
-            "The checkpoint has weights that a patcher has added, and this load has no place for them:\n"
-            + "".join(f"  {key}\n" for key in folded(lost))
-            + f"They are of {of}. Load the model with that patcher, from_pretrained(..., patcher=patcher); or leave "
-            f"them out: patcher=Patcher(dropped_weights={expressions_for(lost, ())!r})."
+        text = "\n".join(
+            (
+                "The checkpoint has weights that a patcher has added, and this load has no place for them:",
+                *(f"  {key}" for key in compress(ordered(lost))),
+                f"They are of {of}. Load the model with that patcher, from_pretrained(..., patcher=patcher); or leave "
+                f"them out: patcher=Patcher(dropped_weights={expressions_for({*lost}, ())!r}).",
+            )
         )
         if load.strict or not load.in_force:
             raise PatchedWeightsError(text)
@@ -241,3 +248,31 @@ def check_new_weights(load: Request, unexpected: Iterable[str]) -> Request:
     kept = [name for name in own.intersection(new) if any(search(each, name) for each in declared)]
     names = ordered({*load.record.new_weights, *kept})
     return replace(load, record=replace(load.record, new_weights=names))
+
+
+def _card(model: PreTrainedModel, patcher: Patcher, names: Iterable[str]) -> str:
+    base = model.name_or_path or model.config.model_type
+    lines = [
+        "---",
+        "library_name: transformers",
+        "tags: [patcher]",
+        "---",
+        f"# New weights of {patcher.name or 'a patcher'} for {type(model).__name__}",
+        "",
+        f"These are not a model: they are the weights that a patcher adds to {base}. With the package `patcher`:",
+        "",
+        "```python",
+        f"from transformers import {type(model).__name__}",
+        "from patcher import Patcher, load_new_weights",
+        "",
+        'folder = "."  # this folder',
+        "patcher = Patcher.load(folder, allowed=[...])  # the classes and functions that patcher.json names",
+        f"model = {type(model).__name__}.from_pretrained({base!r}, patcher=patcher)",
+        "load_new_weights(model, folder)",
+        "```",
+        "",
+        "Weights:",
+        "",
+        *(f"- `{each}`" for each in compress(sorted(names))),
+    ]
+    return "\n".join(lines) + "\n"
