@@ -31,8 +31,7 @@ from patcher.fusions.methods import is_importable
 from patcher.fusions.old_names import Moved, OldNames
 from patcher.layouts.carried import RECIPE, ModuleLayouts, reduce_by_recipe
 from patcher.layouts.either_layout import carry
-from patcher.layouts.layouts import Layout, Rows
-from patcher.layouts.transforms import is_alone
+from patcher.layouts.layouts import Layout, Rows, is_alone
 
 if TYPE_CHECKING:
     from patcher.fusions.base import Fusion

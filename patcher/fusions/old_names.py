@@ -172,7 +172,7 @@ def more_than_values(rows: torch.Tensor, whole: torch.Tensor, value: Any, *, is_
     )
 
 
-def _fused_of(module: Any, name: str) -> tuple[str, ...]:
+def _fused_of(module: Any, name: str) -> Sequence[str]:
     """Return the fused parameters that have the values of an old name; none if the name isn't an old one."""
     # `vars` instead of `carried_by`, for speed: a load looks up many names.
     carried: ModuleLayouts | None = vars(module).get(CARRIED)

@@ -147,7 +147,7 @@ def routes_of_fusions(record: PatchRecord) -> Iterator[Route]:
     for module in record.modules:
         for layout in module.layouts:
             named = layout.named(inside(module.path).__add__)
-            yield Route(named.stock, named.fused, layout)
+            yield Route(tuple(named.stock), tuple(named.fused), layout)
 
 
 def _rows(modules: Iterable[PatchedModule]) -> tuple[tuple[str, str, str], ...]:

@@ -28,7 +28,6 @@ from patcher.loading.findings import Diagnostics, ordered
 from patcher.loading.hooks.loads import dry_run
 from patcher.loading.layout_on_disk import fusions_of_layout
 from patcher.loading.load import Constructed, DryRun, Loaded, Selected
-from patcher.loading.read import ExpectedInfo
 from patcher.loading.record import PatchedModule, PatchRecord
 from patcher.loading.routes import Routing
 from patcher.patterns import compress
@@ -182,7 +181,7 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
     if isinstance(load, Selected):
         record = replace(record, dropped=load.conversions.dropped)
     routing = load.routing if isinstance(load, Loaded) else Routing()
-    info = load.info if isinstance(load, Loaded) else ExpectedInfo(routing)
+    info = load.info if isinstance(load, Loaded) else routing
     missing, left_over = ordered(info.missing_keys), ordered(info.unexpected_keys)
     mismatched = [(name, str(tuple(shape)), str(tuple(own))) for name, shape, own in sorted(info.mismatched_keys)]
     unfit = [Weights("missing", (), (name,)) for name in ordered({*missing} - {*record.new_weights})]

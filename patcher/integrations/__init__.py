@@ -9,7 +9,7 @@ import functools
 import importlib
 from types import ModuleType
 
-from patcher.loading.hooks.install import install_core
+from patcher.loading.hooks import install_core
 from patcher.loading.integration import install_seams_of
 from patcher.source.importing import when_imported
 

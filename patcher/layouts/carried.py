@@ -7,7 +7,7 @@ any model that holds the module becomes one in the layout of transformers by it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -17,9 +17,8 @@ from torch import nn
 from patcher.compat.models import named_modules
 from patcher.errors import PatchedWeightsError
 from patcher.layouts.conversion import Converted
-from patcher.layouts.layouts import Layout
+from patcher.layouts.layouts import Layout, by_itself
 from patcher.layouts.sharded import one_piece
-from patcher.layouts.transforms import by_itself
 from patcher.patterns import in_state_dict, inside
 
 #: On such a module: its `ModuleLayouts`.
@@ -119,16 +118,8 @@ class ModuleLayouts:
         self._check(path, tensors)
         result, converted = dict(tensors), set[str]()
         for layout in self.all:
-            parts = _separated(layout, path, result)
-            if not parts:
-                continue  # a state dict of a part of the model, or one in the layout of transformers
-            made, found = set(layout.fused), dict[str, torch.Tensor]()
-            for name, value in result.items():  # in the place of the first
-                if name in made:
-                    found |= parts
-                else:
-                    found[name] = value
-            result = found
+            parts = _separated(layout, inside(path), result)
+            result = _in_place_of(layout.fused, parts, result)
             if isinstance(layout, Converted):
                 converted |= parts.keys()
         if self.names:
@@ -140,25 +131,26 @@ class ModuleLayouts:
         """Raise for what is quantized, was added to a fused module, or is there in both forms."""
         prefix, fused = inside(path), self.fused
         owners = {name.rpartition(".")[0]: name for name in tensors}
-        for name in (name for layout in self.all for name in layout.fused):
-            value = tensors.get(name, tensors.get(owners.get(name, "")))  # some hold `weight._data` in its place
-            if value is not None and (name not in tensors or is_quantized(value)):
-                raise _cannot(
-                    f"{prefix}{name}",
-                    f"it is quantized ({type(value).__name__} of {value.dtype}), and scales of joined rows aren't "
-                    "those of each (if only fusions made this layout, save_original_format=False saves it as it is)",
-                )
+        within = tuple({f"{owner}." for name in fused if (owner := name.rpartition(".")[0])})
+        for layout in self.all:
+            for name in layout.fused:
+                value = tensors.get(name, tensors.get(owners.get(name, "")))  # some hold `weight._data` in its place
+                if value is not None and (name not in tensors or is_quantized(value)):
+                    raise _cannot(
+                        f"{prefix}{name}",
+                        f"it is quantized ({type(value).__name__} of {value.dtype}), and scales of joined rows aren't "
+                        "those of each (if only fusions made this layout, save_original_format=False saves it as it "
+                        "is)",
+                    )
         for layout in self.layouts:
-            if set(layout.fused).isdisjoint(tensors):
-                continue
-            if both := [name for name in layout.stock if name in tensors and name not in layout.fused]:
+            both = [name for name in layout.stock if name in tensors and name not in layout.fused]
+            if both and not set(layout.fused).isdisjoint(tensors):
                 raise _cannot(
                     f"{prefix}{both[0]}",
                     f"{', '.join(layout.fused[:2])} of a fused module holds it, and both are there. Assign "
                     "layers to a fused module by its attributes, or take the fusions off with "
                     "Patcher().apply(model)",
                 )
-        within = tuple({f"{owner}." for name in fused if (owner := name.rpartition(".")[0])})
         for name in sorted(tensors.keys() - fused - set(self.names)):
             if name.startswith(within):
                 raise _cannot(
@@ -169,13 +161,8 @@ class ModuleLayouts:
 
 
 @torch.no_grad()
-def _separated(layout: Layout, path: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parts of one layout; nothing where there is nothing of it.
-
-    Raises:
-        PatchedWeightsError: they can't be known.
-    """
-    prefix = inside(path)
+def _separated(layout: Layout, prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parts of one layout; nothing where there is nothing of it: of a part of a model, or in stock's layout."""
     found = {name: tensors[name] for name in layout.fused if name in tensors}
     if not found:
         return {}
@@ -196,6 +183,19 @@ def _separated(layout: Layout, path: str, tensors: Mapping[str, torch.Tensor]) -
         if tuple(parts[name].shape) != tuple(was):
             raise _cannot(f"{prefix}{name}", f"{layout} gives {tuple(parts[name].shape)}, and it was {was}")
     return parts if isinstance(layout, Converted) else {n: by_itself(part.contiguous()) for n, part in parts.items()}
+
+
+def _in_place_of(
+    gone: Collection[str], made: dict[str, torch.Tensor], held: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Tensors with others in the place of the first of some: shards depend on the order."""
+    result: dict[str, torch.Tensor] = {}
+    for name, value in held.items():
+        if name not in gone:
+            result[name] = value
+        elif made:
+            result, made = result | made, {}
+    return result
 
 
 def _unpickled(values: dict[str, Any]) -> ModuleLayouts:
@@ -265,22 +265,12 @@ def separated(
     result, converted = dict(state_dict), set[str]()
     # What is inside of another such module comes first, the model itself last.
     for each in sorted(carrying, key=lambda each: -len(each.path.split(".")) if each.path else 0):
-        prefix = each.prefix
-        own = {key.removeprefix(prefix): value for key, value in result.items() if key.startswith(prefix)}
-        if not own:
-            continue
-        found, names = each.carried.separate(in_state_dict(each.path), own)
-        made = {f"{prefix}{name}": value for name, value in found.items()}
-        converted |= {f"{prefix}{name}" for name in names}
-        # In the place of the first of them: shards depend on the order.
-        replaced: dict[str, torch.Tensor] = {}
-        for key, value in result.items():
-            if not key.startswith(prefix):
-                replaced[key] = value
-            elif made:
-                replaced |= made
-                made = {}
-        result = replaced
+        own = {key: value for key, value in result.items() if key.startswith(each.prefix)}
+        if own:
+            tensors = {key.removeprefix(each.prefix): value for key, value in own.items()}
+            found, names = each.carried.separate(in_state_dict(each.path), tensors)
+            result = _in_place_of(own, {f"{each.prefix}{name}": value for name, value in found.items()}, result)
+            converted |= {f"{each.prefix}{name}" for name in names}
     return result, converted
 
 

@@ -10,30 +10,62 @@
 q.weight, k.weight -> qk.weight [Concatenate(dim=0)]
 >>> layout.stock, layout.fused, layout.fused_shapes()
 (('layers.0.q.weight', 'layers.0.k.weight'), ('layers.0.qk.weight',), [torch.Size([7, 2])])
+
+The operations are copies, exactly reversible and for any number of tensors: transformers reverses a concatenation by
+cutting into equal pieces, and gives a transposition one tensor only. A copy of a concatenation remembers the sizes
+that it has joined; a copy of an operation on one tensor is run for each, so `[Transpose(), Concatenate()]` means what
+it says.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    Conv3dToLinear,
+    ConversionOps,
+    Interleave,
+    LinearToConv3d,
+    MergeModulelist,
+    SplitModulelist,
+    Transpose,
+    WeightConverter,
+)
 
 from patcher.compat.conversions import copy_transform, dot_natural_key
 from patcher.errors import PatchedWeightsError
-from patcher.layouts.layouts import Layout
-from patcher.layouts.operations import reversible
-from patcher.layouts.transforms import by_itself, describe, single
+from patcher.layouts.layouts import Layout, by_itself
+from patcher.layouts.transforms import describe
+
+_GROUP = re.compile(r"\\\d")
+#: Operations that move values, by the numbers of their tensors alone.
+_MOVEMENTS = (Chunk, Concatenate, MergeModulelist, SplitModulelist, Transpose)
+#: Operations that change one tensor, whatever others there are.
+_OF_ONE = (Conv3dToLinear, Interleave, LinearToConv3d, Transpose)
 
 
 def made_by_name(converter: WeightConverter, first: str) -> list[str]:
     """The parameters that a converter makes, by its patterns alone, from the first of them."""
     target, *targets = converter.target_patterns
     return [first, *(first.replace(target, other) for other in targets)]
+
+
+def only_moves(transform: WeightConverter) -> bool:
+    """Whether a conversion moves values in the same way, whatever the sizes of its tensors are."""
+    return all(type(operation) in _MOVEMENTS for operation in transform.operations)
+
+
+def single(value: Any) -> Any:
+    """The tensor, of one that transformers may have handed on in a list."""
+    return value[0] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
@@ -59,8 +91,8 @@ class Converted(Layout):
     config: Any = None
 
     def fuse(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        made = convert(self.transform, self.operations, self.target, self.patterns, tensors, self._model)
-        return [single(made[name]) for name, _ in self.made]
+        made = convert(self, tensors, self._model)
+        return [made[name] for name, _ in self.made]
 
     def separate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         targets = self.transform.target_patterns
@@ -107,6 +139,10 @@ class Converted(Layout):
     def fused_shapes(self) -> list[torch.Size]:
         return list(self.shapes)
 
+    def joins_unequal(self) -> bool:
+        """Whether operations have joined parts of different sizes."""
+        return any(len({size for _, size in getattr(each, "sizes", ())}) > 1 for each in self.operations)
+
     def __str__(self) -> str:
         return describe(self.transform)
 
@@ -126,42 +162,30 @@ class Converted(Layout):
 
 
 @torch.no_grad()
-def convert(
-    transform: WeightConverter,
-    operations: Sequence[ConversionOps],
-    target: str,
-    patterns: Sequence[str],
-    tensors: Sequence[Any],
-    model: Any,
-) -> dict[str, Any]:
-    """What a conversion makes with these operations, by the names of parameters.
-
-    Args:
-        patterns: the source pattern of each of the tensors.
-    """
-    copy = copy_transform(transform)
-    copy.operations = list(operations)
-    for number, (pattern, tensor) in enumerate(zip(patterns, tensors, strict=True)):
-        copy.add_tensor(target, str(number), pattern, tensor)
-    made: dict[str, Any] = copy.convert(target, model=model, config=model.config)
-    return made
+def convert(layout: Converted, tensors: Sequence[Any], model: Any) -> dict[str, torch.Tensor]:
+    """What a conversion makes of the parts of a layer, by the names of parameters; operations look at the model."""
+    copy = copy_transform(layout.transform)
+    copy.operations = list(layout.operations)
+    for number, (pattern, tensor) in enumerate(zip(layout.patterns, tensors, strict=True)):
+        copy.add_tensor(layout.target, str(number), pattern, tensor)
+    made = copy.convert(layout.target, model=model, config=model.config)
+    return {name: single(tensor) for name, tensor in made.items()}
 
 
+@dataclass(eq=False)
 class Group:
     """What one conversion takes for the parameters of one layer.
 
     Attributes:
-        transform: the conversion.
         first: the first of the parameters.
         taken: key -> the source pattern that takes it, and the shape of its tensor.
     """
 
-    def __init__(self, transform: WeightConverter, first: str) -> None:
-        self.transform, self.first = transform, first
-        self.taken: dict[str, tuple[str, tuple[int, ...]]] = {}
+    transform: WeightConverter
+    first: str
+    taken: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
-    def add(self, key: str, pattern: str, shape: Sequence[int]) -> None:
-        """Take a tensor."""
+    def add(self, key: str, pattern: str, shape: Iterable[int]) -> None:
         self.taken[key] = pattern, tuple(shape)
 
     @property
@@ -177,25 +201,43 @@ class Group:
             model: the one that operations look at.
             tensors: run it on these, by their keys: for operations that need values.
         """
-        keys = self.keys
-        patterns = tuple(self.taken[key][0] for key in keys)
-        shapes = tuple(self.taken[key][1] for key in keys)
-        given = (
-            [torch.empty(shape, device="meta") for shape in shapes] if tensors is None else [*map(tensors.get, keys)]
+        seen = _Seen()
+        tried = self.as_written([*reversible(self.transform.operations), seen])
+        on_meta = [torch.empty(shape, device="meta") for shape in tried.stock_shapes]
+        made = convert(tried, on_meta if tensors is None else [tensors[key] for key in tried.stock], model)
+        return self.as_written(
+            tried.operations[:-1],
+            dict(zip(made, seen.names, strict=True)),
+            [tensor.shape for tensor in made.values()],
+            getattr(model, "config", None),
         )
-        operations, seen = reversible(self.transform.operations), _Seen()
-        made = convert(self.transform, [*operations, seen], self.first, patterns, given, model)
+
+    def as_written(
+        self,
+        operations: Iterable[ConversionOps] = (),
+        made: Mapping[str, str] | None = None,
+        shapes: Iterable[torch.Size] = (),
+        config: Any = None,
+    ) -> Converted:
+        """The layout, of which it is known what it makes.
+
+        Args:
+            made: parameter -> its target pattern.
+            shapes: those of the parameters.
+        """
+        keys, made = self.keys, made or {}
+        patterns, stock_shapes = zip(*map(self.taken.__getitem__, keys), strict=True)
         return Converted(
             keys,
             tuple(made),
-            shapes,
+            stock_shapes,
             self.transform,
             self.first,
             patterns,
-            tuple(zip(made, seen.names, strict=True)),
-            tuple(single(tensor).shape for tensor in made.values()),
+            tuple(made.items()),
+            tuple(shapes),
             tuple(operations),
-            getattr(model, "config", None),
+            config,
         )
 
 
@@ -222,3 +264,98 @@ def _tensors_of(pattern: str, collected: Mapping[str, Any]) -> list[torch.Tensor
             value = collected[name]
             tensors += value if isinstance(value, list) else [value]
     return tensors
+
+
+# --- operations ------------------------------------------------------------------------------------------------------
+
+
+def reversible(operations: Iterable[ConversionOps]) -> list[ConversionOps]:
+    """Copies of the operations of a conversion for one of its layers.
+
+    >>> reversible([Transpose(), Concatenate(dim=0)])
+    [ForEach(Transpose), ReversibleConcatenate(dim=0)]
+    """
+    return [
+        ReversibleConcatenate(operation.dim)
+        if type(operation) is Concatenate
+        else ForEach(operation)
+        if type(operation) in _OF_ONE
+        else deepcopy(operation)
+        for operation in operations
+    ]
+
+
+class ReversibleConcatenate(Concatenate):
+    """A `Concatenate` whose reverse cuts at the sizes that it joined, not into equal pieces."""
+
+    sizes: tuple[tuple[str, int], ...] = ()
+
+    def convert(  # type: ignore[override]
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        listed = {pattern: value if isinstance(value, list) else [value] for pattern, value in input_dict.items()}
+        self.sizes = tuple(
+            (pattern, tensor.shape[self.dim]) for pattern in source_patterns for tensor in listed.get(pattern, ())
+        )
+        join: Any = super().convert
+        joined: dict[str, torch.Tensor] = join(
+            input_dict, source_patterns=source_patterns, target_patterns=target_patterns, **kwargs
+        )
+        if len(joined) == 1 and _GROUP.search(next(iter(joined))):
+            # Anchored, `^(layers\.\d+\.)q$ -> \1qkv`: transformers expands a group in the name of the layer alone.
+            return {kwargs["full_layer_name"]: joined.popitem()[1]}
+        return joined
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return SplitBySizes(self.dim, self.sizes)
+
+
+class SplitBySizes(ConversionOps):
+    """Cut a tensor at given sizes. The reverse of `ReversibleConcatenate`."""
+
+    def __init__(self, dim: int, sizes: tuple[tuple[str, int], ...]) -> None:
+        self.dim, self.sizes = dim, sizes
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, list[torch.Tensor]]:
+        (tensors,) = input_dict.values()
+        pieces = torch.split(single(tensors), [size for _, size in self.sizes], dim=self.dim)
+        # The tensors were joined under their source patterns; those are this direction's target patterns.
+        result: dict[str, list[torch.Tensor]] = {}
+        for (pattern, _), piece in zip(self.sizes, pieces, strict=True):
+            result.setdefault(pattern, []).append(piece.contiguous())
+        return result
+
+
+class ForEach(ConversionOps):
+    """An operation on one tensor, for each of those that there are; as transformers has it where there is one."""
+
+    def __init__(self, operation: ConversionOps) -> None:
+        self.operation = deepcopy(operation)
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, Any]:
+        listed = {name: value if isinstance(value, list) else [value] for name, value in input_dict.items()}
+        run: Any = self.operation.convert
+        if [len(tensors) for tensors in listed.values()] == [1]:
+            found: dict[str, Any] = run(
+                input_dict, source_patterns=source_patterns, target_patterns=target_patterns, **kwargs
+            )
+            return found
+        return {
+            name: [
+                single(*run({name: tensor}, source_patterns=[name], target_patterns=[name], **kwargs).values())
+                for tensor in tensors
+            ]
+            for name, tensors in listed.items()
+        }
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return ForEach(self.operation.reverse_op)
+
+    def __repr__(self) -> str:
+        return f"ForEach({type(self.operation).__name__})"

@@ -16,9 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from patcher.compat.models import add_load_hook, remove_state_dict_hooks
 from patcher.layouts.carried import CARRIED, ModuleLayouts, is_quantized
-from patcher.layouts.layouts import Layout, named_parameter
+from patcher.layouts.layouts import Layout, by_itself, named_parameter
 from patcher.layouts.sharded import split_like, whole
-from patcher.layouts.transforms import by_itself
 
 
 def carry(module: nn.Module, carried: ModuleLayouts | None) -> None:
@@ -92,40 +91,51 @@ class _JoinParts:
     ) -> None:
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
         for layout in self.layouts:
-            current = {name: named_parameter(self, name) for name in layout.fused}
-            _join(layout, current, state_dict, prefix, local_metadata, missing_keys, error_msgs, assign=assign)
+            unclear = [] if _ORIGINAL.get() else [n for n in _ambiguous(layout) if f"{prefix}{n}" in state_dict]
+            if unclear and not local_metadata.get(_MARK):
+                error_msgs.append(
+                    f"{prefix}{unclear[0]} has the same name and shape before and after {layout}, and the "
+                    "state dict doesn't say which it is. For the layout of transformers use "
+                    "patcher.load_original_state_dict(model, state_dict); for that of the patched model the state "
+                    "dict that its state_dict() gave."
+                )
+            parts = {} if unclear else _take_parts(layout, prefix, state_dict)
+            both = [name for name in layout.fused if f"{prefix}{name}" in state_dict] if parts else []
+            if both:
+                error_msgs.append(
+                    f"{prefix}{next(iter(parts))} and {prefix}{both[0]} are both in the state dict, and one is made "
+                    "of the other: which is meant can't be known. Take one of them out. Where a tool has filled in "
+                    "what the model has (set_model_state_dict of torch.distributed.checkpoint with "
+                    "full_state_dict=True), use patcher.load_original_state_dict(model, state_dict), with a state "
+                    "dict that has not been filled in."
+                )
+            elif parts:
+                current = {name: named_parameter(self, name) for name in layout.fused}
+                made = _made(layout, parts, prefix, current, missing_keys, error_msgs, assign=assign)
+                # A parameter that stays what it is isn't missing: the parts are, or an error says why.
+                state_dict.update({f"{prefix}{name}": value for name, value in made.items() if value is not None})
 
 
-def _join(
+def _take_parts(layout: Layout, prefix: str, state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The parameters of transformers that a state dict has for a layout, which are taken out of it."""
+    fused = {} if _ORIGINAL.get() else dict(zip(layout.fused, layout.fused_shapes(), strict=True))
+    held = {name: state_dict.get(f"{prefix}{name}") for name in layout.stock}
+    # A name that both have is that of a part, if the shape is.
+    parts = {name: each for name, each in held.items() if each is not None and each.shape != fused.get(name)}
+    return {name: state_dict.pop(f"{prefix}{name}") for name in parts}
+
+
+def _made(
     layout: Layout,
-    current: Mapping[str, nn.Parameter | None],
-    state_dict: dict[str, Any],
+    parts: Mapping[str, torch.Tensor],
     prefix: str,
-    local_metadata: Mapping[str, Any],
+    current: Mapping[str, nn.Parameter | None],
     missing_keys: list[str],
     error_msgs: list[str],
     *,
     assign: bool,
-) -> None:
-    if not _ORIGINAL.get() and (unclear := [n for n in _ambiguous(layout) if f"{prefix}{n}" in state_dict]):
-        if not local_metadata.get(_MARK):
-            error_msgs.append(
-                f"{prefix}{unclear[0]} has the same name and shape before and after {layout}, and the state dict "
-                "doesn't say which it is. For the layout of transformers use patcher.load_original_state_dict("
-                "model, state_dict); for that of the patched model the state dict that its state_dict() gave."
-            )
-        return
-    parts = _take_parts(layout, prefix, state_dict)
-    if not parts:
-        return
-    if both := [name for name in layout.fused if f"{prefix}{name}" in state_dict]:
-        error_msgs.append(
-            f"{prefix}{next(iter(parts))} and {prefix}{both[0]} are both in the state dict, and one is made of "
-            "the other: which is meant can't be known. Take one of them out. Where a tool has filled in what the "
-            "model has (set_model_state_dict of torch.distributed.checkpoint with full_state_dict=True), use "
-            "patcher.load_original_state_dict(model, state_dict), with a state dict that has not been filled in."
-        )
-        return
+) -> Mapping[str, Any]:
+    """What parts make of the parameters of a module, which stay what they are where the parts don't fit."""
     fitting = {}
     for name, shape in zip(layout.stock, layout.stock_shapes, strict=True):
         if name not in parts:
@@ -137,37 +147,18 @@ def _join(
                 f"size mismatch for {prefix}{name}: copying a param with shape {parts[name].shape} from "
                 f"checkpoint, the shape in current model is {torch.Size(shape)}."
             )
-    made: Mapping[str, Any] = current
-    if fitting:
-        try:
-            made = _fused(layout, fitting, current, assign)
-        except Exception as error:  # of a layout or an operation: reported with the others, as torch does
-            error_msgs.append(f"{prefix}{', '.join(fitting)} can't be written into {layout}: {error}")
-    # A parameter that stays what it is isn't missing: the parts are, or an error says why.
-    state_dict.update({f"{prefix}{name}": value for name, value in made.items() if value is not None})
-
-
-def _take_parts(layout: Layout, prefix: str, state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The parameters of transformers that a state dict has for a layout, which are taken out of it."""
-    found: dict[str, torch.Tensor] = {}
-    fused_shapes = dict(zip(layout.fused, layout.fused_shapes(), strict=True))
-    for name in layout.stock:
-        value = state_dict.get(f"{prefix}{name}")
-        if value is None or (name in fused_shapes and value.shape == fused_shapes[name] and not _ORIGINAL.get()):
-            continue  # a name that both have
-        found[name] = state_dict.pop(f"{prefix}{name}")
-    return found
+    try:
+        return _fused(layout, fitting, current, assign) if fitting else current
+    except Exception as error:  # of a layout or an operation: reported with the others, as torch does
+        error_msgs.append(f"{prefix}{', '.join(fitting)} can't be written into {layout}: {error}")
+        return current
 
 
 @torch.no_grad()
 def _fused(
     layout: Layout, parts: Mapping[str, torch.Tensor], current: Mapping[str, nn.Parameter | None], assign: bool
 ) -> dict[str, torch.Tensor]:
-    """The parameters of a module with the values of some or all of their parts.
-
-    Raises:
-        ValueError: they can't be known.
-    """
+    """The parameters of a module with the values of some or all of their parts."""
     for name, parameter in current.items():
         if parameter is None or is_quantized(parameter):
             kind = "gone" if parameter is None else f"quantized ({type(parameter).__name__} of {parameter.dtype})"

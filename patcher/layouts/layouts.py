@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self, TypeGuard
+from typing import Any, Self, TypeGuard
 
 import torch
 from torch import nn
@@ -48,18 +48,9 @@ class Layout:
         stock_shapes: the shapes of the first. The engine fills them in, from the module that it meets.
     """
 
-    stock: tuple[str, ...]
-    fused: tuple[str, ...] = ()
+    stock: Sequence[str]
+    fused: Sequence[str] = ()
     stock_shapes: tuple[tuple[int, ...], ...] = ()
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            stock: str | Sequence[str],
-            fused: str | Sequence[str] = (),
-            stock_shapes: tuple[tuple[int, ...], ...] = (),
-        ) -> None: ...
 
     def __post_init__(self) -> None:
         for name in ("stock", "fused"):
@@ -130,16 +121,6 @@ class Rows(Layout):
 
     blocks: int = 1
 
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            stock: str | Sequence[str],
-            fused: str | Sequence[str] = (),
-            stock_shapes: tuple[tuple[int, ...], ...] = (),
-            blocks: int = 1,
-        ) -> None: ...
-
     @property
     def sizes(self) -> tuple[int, ...]:
         """How many rows each part has."""
@@ -189,18 +170,6 @@ class Cut(Layout):
     blocks: int = 1
     transposed: bool = False
 
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            stock: str | Sequence[str],
-            fused: str | Sequence[str] = (),
-            stock_shapes: tuple[tuple[int, ...], ...] = (),
-            sizes: tuple[int, ...] = (),
-            blocks: int = 1,
-            transposed: bool = False,
-        ) -> None: ...
-
     @property
     def rows(self) -> Rows:
         """The layout that this one reverses."""
@@ -222,3 +191,24 @@ class Flatten(Layout):
 
     def separate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor.view(shape) for tensor, shape in zip(tensors, self.stock_shapes, strict=True)]
+
+
+# --- the memory of what is made --------------------------------------------------------------------------------------
+
+
+def is_alone(tensor: torch.Tensor) -> bool:
+    """Whether nothing else lies in the storage of a tensor; on the meta device nothing lies anywhere."""
+    return tensor.is_meta or tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def by_itself(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with a storage of its own, in the same memory.
+
+    Pieces of one tensor share its storage, and what shares a storage is saved into one shard.
+    """
+    if is_alone(tensor):
+        return tensor
+    try:
+        return torch.utils.dlpack.from_dlpack(tensor.detach())
+    except (BufferError, RuntimeError, TypeError):  # a device or a type that can't be exchanged
+        return tensor.clone()

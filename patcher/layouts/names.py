@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform
 
 from patcher.compat.conversions import copy_transform, key_renamer, was_used, with_model_prefix
-from patcher.layouts.selection import Added
+from patcher.layouts.transforms import Added
 from patcher.patterns import inside
 
 #: Conversions of transformers that treat each key alone.
@@ -65,16 +65,17 @@ class Names:
         # A match is noted on a conversion, and some depend on what they have matched before.
         self._given = mapping
         self._mapping = [each if type(each) in _WITHOUT_STATE else copy_transform(each) for each in mapping]
-        self._stock_renamings = _renamings(self._mapping)
         self._as_stock = key_renamer(self._mapping, model, self._tensors)
         # Which of those that are tried are used in the end isn't known, so copies are tried.
-        tried = [copy_transform(each) for each in mapping] if added else []
-        self._first, self._renamings = tried[:requested], _renamings(tried[requested:])
-        self._converters = [each for each in tried if isinstance(each, WeightConverter)]
+        self._tried = [copy_transform(each) for each in mapping] if added else []
+        self._requested = requested
 
     def renamed(self, key: str) -> str:
         """A key as the converters of transformers meet it."""
-        return _through(self._stock_renamings, key)
+        for each in self._mapping:
+            if isinstance(each, WeightRenaming):
+                key, _ = each.rename_source_key(key)
+        return key
 
     def follow(self, key: str, without: AbstractSet[Added] = frozenset()) -> Named:
         """Where a key goes.
@@ -105,13 +106,16 @@ class Names:
     def _ways(self, key: str, ours: list[_Ours]) -> Iterator[Named]:
         """The ways that lead to something, what applies the most conversions of patchers first."""
         renamings = [each for each in ours if isinstance(each.transform, WeightRenaming)]
-        before = [each for each in renamings if each.added.modules is None]
-        # What a class brings is about the names of its parameters: it comes after the renamings of transformers.
-        after = [each for each in renamings if each.added.modules is not None]
-        for start, used in _renamed(_through(self._first, key), before):
-            for name, more in _renamed(_through(self._renamings, start), after):
-                if (found := self._taken(key, name, (*used, *more), ours)) is not None:
-                    yield found
+        steps: list[Any] = [
+            *self._tried[: self._requested],
+            *(each for each in renamings if each.added.modules is None),
+            *(each for each in self._tried[self._requested :] if isinstance(each, WeightRenaming)),
+            # What a class brings is about the names of its parameters: it comes after the renamings of transformers.
+            *(each for each in renamings if each.added.modules is not None),
+        ]
+        for name, used in _renamed(key, steps):
+            if (found := self._taken(key, name, used, ours)) is not None:
+                yield found
 
     def _taken(self, key: str, name: str, used: tuple[Added, ...], ours: list[_Ours]) -> Named | None:
         """Where a renamed key leads, None if to nothing."""
@@ -130,7 +134,8 @@ class Names:
 
     @cached_property
     def _by_converters(self) -> Any:
-        return key_renamer(self._converters, self._model, self._tensors)
+        converters = [each for each in self._tried if isinstance(each, WeightConverter)]
+        return key_renamer(converters, self._model, self._tensors)
 
     def _known(self, name: str) -> str | None:
         """The name of a parameter with or without the prefix of the base model; None if there is none."""
@@ -171,27 +176,20 @@ class _Ours:
         return not modules.isdisjoint((path, self._prefix + path, path.removeprefix(self._prefix)))
 
 
-def _renamed(name: str, renamings: Sequence[_Ours]) -> Iterator[tuple[str, tuple[Added, ...]]]:
-    """A name after some renamings, in their order, and which: first after all of them, last after none."""
-    if not renamings:
+def _renamed(name: str, steps: Sequence[Any]) -> Iterator[tuple[str, tuple[Added, ...]]]:
+    """A name after renamings, in their order, and which of patchers: first after all of these, last after none."""
+    if not steps:
         yield name, ()
         return
-    first, rest = renamings[0], renamings[1:]
+    first, rest = steps[0], steps[1:]
+    if not isinstance(first, _Ours):
+        yield from _renamed(first.rename_source_key(name)[0], rest)
+        return
     renamed, pattern = first.rename(name)
     if pattern is not None and renamed != name:
         for found, used in _renamed(renamed, rest):
             yield found, (first.added, *used)
     yield from _renamed(name, rest)
-
-
-def _renamings(mapping: Sequence[WeightTransform]) -> list[WeightTransform]:
-    return [each for each in mapping if isinstance(each, WeightRenaming)]
-
-
-def _through(renamings: Sequence[WeightTransform], name: str) -> str:
-    for each in renamings:
-        name, _ = each.rename_source_key(name)
-    return name
 
 
 def _heads(name: str) -> Iterator[str]:

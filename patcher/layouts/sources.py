@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
-from patcher.layouts.layouts import Cut, Layout, Rows
-from patcher.layouts.transforms import by_itself
+from patcher.layouts.layouts import Cut, Layout, Rows, by_itself
 
 
 def shape_of(value: Any) -> tuple[int, ...]:

@@ -1,19 +1,25 @@
-"""Weight transforms as values: transformers gives them no equality of their own."""
+"""Weight transforms as values, which transformers gives no equality of their own, and which of them a load has."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightTransform
 
 from patcher.compat.conversions import source_patterns, target_patterns, transform_settings
+from patcher.expressions import search
 from patcher.layouts.layouts import Layout
+
+if TYPE_CHECKING:
+    from patcher.spec.patcher import Patcher
 
 
 def identity(transform: WeightTransform) -> tuple[Any, ...]:
-    """What two transforms that do the same have in common: weight transforms have no equality of their own."""
+    """What two transforms that do the same have in common."""
     return (type(transform), _frozen(transform_settings(transform)))
 
 
@@ -33,12 +39,6 @@ def _frozen(value: Any) -> Any:
     except TypeError:
         return repr(value)
     return value
-
-
-def conversions_of(cls: type) -> tuple[WeightTransform, ...]:
-    """What a replacement class brings: its attribute `conversion_mapping`, as layout classes of transformers do."""
-    given = getattr(cls, "conversion_mapping", ())
-    return (given,) if isinstance(given, WeightTransform) else tuple(given)
 
 
 def describe(transform: WeightTransform | Layout) -> str:
@@ -64,24 +64,77 @@ def has_known_operations(transform: WeightTransform) -> bool:
     )
 
 
-def single(value: Any) -> Any:
-    """The tensor, of one that transformers may have handed on in a list."""
-    return value[0] if isinstance(value, list) else value
+# --- the conversions of a load ---------------------------------------------------------------------------------------
 
 
-def is_alone(tensor: torch.Tensor) -> bool:
-    """Whether nothing else lies in the storage of a tensor; on the meta device nothing lies anywhere."""
-    return tensor.is_meta or tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+@dataclass(frozen=True, eq=False)
+class Added:
+    """A conversion that comes before those of transformers.
 
-
-def by_itself(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with a storage of its own, in the same memory.
-
-    Pieces of one tensor share its storage, and what shares a storage is saved into one shard.
+    Attributes:
+        modules: the paths of the modules below which its names are matched, of one that a class brings; None for whole
+            names.
+        is_anchored: whether it names the modules that it is for itself: that of a fusion.
     """
-    if is_alone(tensor):
-        return tensor
-    try:
-        return torch.utils.dlpack.from_dlpack(tensor.detach())
-    except (BufferError, RuntimeError, TypeError):  # a device or a type that can't be exchanged
-        return tensor.clone()
+
+    transform: WeightTransform
+    modules: frozenset[str] | None = None
+    is_anchored: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class SelectedConversions:
+    """The conversions of a load: the dropped ones are gone."""
+
+    added: tuple[Added, ...] = ()
+    kept: tuple[WeightTransform, ...] = ()
+    #: (stock conversion, the filter that dropped it)
+    dropped: tuple[tuple[WeightTransform, str], ...] = ()
+
+
+def select_conversions(
+    stock: Iterable[WeightTransform],
+    patchers: Iterable[Patcher],
+    fusion_transforms: Iterable[WeightTransform] = (),
+    replaced: Iterable[tuple[str, type[nn.Module]]] = (),
+) -> SelectedConversions:
+    """Filter the stock conversions, and list the others.
+
+    First come those of the patchers, of the innermost first, then what replacement classes bring for their modules.
+
+    Args:
+        replaced: path -> class of the modules that are replaced.
+    """
+    patchers = list(patchers)
+    paths: dict[type[nn.Module], list[str]] = {}
+    for path, cls in replaced:
+        paths.setdefault(cls, []).append(path)
+    added = [Added(transform) for patcher in patchers for transform in patcher.extra_weight_conversions]
+    added += [Added(transform, frozenset(found)) for cls, found in paths.items() for transform in conversions_of(cls)]
+    added += [Added(transform, is_anchored=True) for transform in fusion_transforms]
+    filters = [text for patcher in patchers for text in patcher.filtered_weight_conversion_patterns]
+    kept: list[WeightTransform] = []
+    dropped: list[tuple[WeightTransform, str]] = []
+    for conversion in stock:
+        written = (*source_patterns(conversion), *target_patterns(conversion)) if filters else ()
+        patterns = {*written, *conversion.source_patterns, *conversion.target_patterns} if filters else ()
+        hits = dict.fromkeys(each for text in sorted(patterns) for each in filters if search(each, text))
+        dropped += [(conversion, each) for each in hits]
+        if not hits:
+            kept.append(conversion)
+    return SelectedConversions(tuple(added), tuple(kept), tuple(dropped))
+
+
+def converts(patcher: Patcher) -> bool:
+    """Whether a patcher adds or drops conversions, those of fusions apart."""
+    return bool(
+        patcher.extra_weight_conversions
+        or patcher.filtered_weight_conversion_patterns
+        or any(conversions_of(cls) for cls in (*patcher.class_mapping.values(), *patcher.module_mapping.values()))
+    )
+
+
+def conversions_of(cls: type) -> tuple[WeightTransform, ...]:
+    """What a replacement class brings: its attribute `conversion_mapping`, as layout classes of transformers do."""
+    given = getattr(cls, "conversion_mapping", ())
+    return (given,) if isinstance(given, WeightTransform) else tuple(given)

@@ -42,12 +42,12 @@ from patcher.construction.lock import construction_lock
 from patcher.errors import InvalidPatcherError
 from patcher.functions.models import restore_functions
 from patcher.layouts.either_layout import carry
-from patcher.layouts.selection import converts
+from patcher.layouts.transforms import converts
 from patcher.loading.findings import Diagnostics, found_in_modules
 from patcher.loading.initial_values import InitialValues
 from patcher.loading.judgement import judge
 from patcher.loading.load import Constructed, Loaded, Request, check_supported, construct, seen, select
-from patcher.loading.read import ExpectedInfo, stock_routing
+from patcher.loading.read import stock_routing
 from patcher.loading.record import RECORD, PatchRecord, keep_record, record_of
 from patcher.loading.routes import Conversions, route
 from patcher.loading.saving import saved_state_dict
@@ -56,8 +56,7 @@ from patcher.loading.stock_view import carriers_in, carry_routes
 from patcher.loading.transplanting import Weights, keep_what_is_held, transplant
 from patcher.loading.unfusing import take_hooks, unfuse
 from patcher.patterns import compress, inside
-from patcher.resolution.fused_modules import fuse_standing_modules
-from patcher.resolution.resolution import replace_functions, resolve_standing
+from patcher.resolution.resolution import fuse_standing_modules, replace_functions, resolve_standing
 from patcher.spec.fingerprints import check_built, check_pins
 from patcher.spec.patcher import Patcher
 
@@ -167,7 +166,7 @@ def _replaced(patcher: Patcher, model: PreTrainedModel) -> tuple[PreTrainedModel
     if problem := routing.problem or routing.failure:
         raise problem
     of_stock = partial(stock_routing, selected, checkpoint)
-    loaded = judge(selected, routing, checkpoint, ExpectedInfo(routing), of_stock)
+    loaded = judge(selected, routing, checkpoint, routing, of_stock)
     loaded.diagnostics.warn()
     InitialValues(loaded).put_back(LoadStateDictConfig(device_map={"": model.device}, dtype=model.dtype))
     record = loaded.record
@@ -216,7 +215,7 @@ def _made(load: Loaded, checkpoint: Mapping[str, torch.Tensor], model: PreTraine
             )
         values = list(parts.values())
         made |= zip(each.parameters, each.layout.fuse(values) if each.layout is not None else values, strict=True)
-    return {name: value for name, value in made.items() if name not in load.routing.mismatched}
+    return {name: value for name, value in made.items() if name not in load.routing.absent}
 
 
 def _constructed(
@@ -245,47 +244,44 @@ def _constructed(
 # --- a copy on the same weights --------------------------------------------------------------------------------------
 
 
-def cannot(what: str, instead: str) -> InvalidPatcherError:
+def _cannot(what: str, instead: str) -> InvalidPatcherError:
     return InvalidPatcherError(f"Patcher.apply can't take {what}. {instead}")
 
 
 def check_can_be_copied(model: Any) -> None:
-    """Raise for what a copy would lack, or would share with the given model although the two must not.
-
-    Raises:
-        InvalidPatcherError: it names what it is and where, and what to do instead.
-    """
+    """Raise for what a copy would lack, or would share with the given model although the two must not."""
     if not isinstance(model, PreTrainedModel):
         raise InvalidPatcherError(
             f"Patcher.apply takes a model of transformers, found {type(model).__name__}; "
             "take the model out of its wrapper."
         )
     if getattr(model, "hf_quantizer", None) is not None:
-        raise cannot("a quantized model: its weights can't be restored", "Load it again with patcher=...")
+        raise _cannot("a quantized model: its weights can't be restored", "Load it again with patcher=...")
+    again = "Load it again with patcher=..., device_map=..."
+    own: dict[int, str] = {}
     for name, parameter in named_parameters(model):
+        own.setdefault(id(parameter), name)
         if isinstance(parameter, DTensor):
-            raise cannot(
+            raise _cannot(
                 f"a model that is split over processes ({name})",
                 "Save it with save_pretrained, and load that with patcher=...",
             )
         if parameter.is_meta:
-            raise cannot("a model whose weights are offloaded", "Load it again with patcher=..., device_map=...")
+            raise _cannot("a model whose weights are offloaded", again)
         if has_gradient_hooks(parameter):
-            raise cannot(f"a hook on the gradient of {name}: a copy has other gradients", "Register it on the result.")
-    own = {id(parameter): name for name, parameter in named_parameters(model)}
+            raise _cannot(
+                f"a hook on the gradient of {name}: a copy has other gradients", "Register it on the result."
+            )
     own |= {id(module): path or "the model" for path, module in named_modules(model)}
     for path, module in named_modules(model):
         if hasattr(module, "_hf_hook"):
-            raise cannot(
-                f"a model that accelerate has spread over devices ({own[id(module)]})",
-                "Load it again with patcher=..., device_map=...",
-            )
+            raise _cannot(f"a model that accelerate has spread over devices ({own[id(module)]})", again)
         if is_compiled(module):
-            raise cannot(f"what is compiled ({own[id(module)]})", "Compile the result instead.")
+            raise _cannot(f"what is compiled ({own[id(module)]})", "Compile the result instead.")
         for name, value in vars(module).items():
             for each in value.values() if isinstance(value, dict) else (value,):
                 if held := next((own[id(held)] for held in _closed_over(each) if id(held) in own), None):
-                    raise cannot(
+                    raise _cannot(
                         f"{inside(path)}{name}: a function has {held} in its closure, and a copy would go on using "
                         "that of the given model",
                         "Bind it to its module with types.MethodType(function, module), or apply the patcher first.",
@@ -295,20 +291,15 @@ def check_can_be_copied(model: Any) -> None:
 def _closed_over(value: Any, depth: int = 0) -> Iterator[Any]:
     """What a function holds in its closure, as do functions in that. A copy of a function has the same closure."""
     value = getattr(value, "__func__", value.func if isinstance(value, partial) else value)
-    if isinstance(value, FunctionType) and depth < 5:
-        for cell in value.__closure__ or ():
-            with suppress(ValueError):  # it is empty
-                held = cell.cell_contents
-                yield getattr(held, "__self__", held)
-                yield from _closed_over(held, depth + 1)
+    for cell in (value.__closure__ or ()) if isinstance(value, FunctionType) and depth < 5 else ():
+        with suppress(ValueError):  # it is empty
+            held = cell.cell_contents
+            yield getattr(held, "__self__", held)
+            yield from _closed_over(held, depth + 1)
 
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy with parameters of its own on the same storage, and buffers of its own.
-
-    Raises:
-        InvalidPatcherError: something that the model holds can't be copied.
-    """
+    """A copy with parameters of its own on the same storage, and buffers of its own."""
     memo: dict[int, Any] = {}
     attributes = [value for module in model.modules() for value in vars(module).values()]
     for each in [*model.parameters(), *attributes]:
@@ -317,7 +308,7 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
     try:
         copied = copy.deepcopy(model, memo)
     except Exception as error:
-        raise cannot(
+        raise _cannot(
             f"a model that can't be copied ({type(error).__name__}: {error})",
             "Take off what was added to it, or load it again with patcher=...",
         ) from error

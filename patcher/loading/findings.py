@@ -22,8 +22,7 @@ from patcher.expressions import cut, search
 from patcher.functions.models import NO_FUNCTIONS, Functions
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusion_named
-from patcher.layouts.selection import converts
-from patcher.layouts.transforms import conversions_of, describe, identity
+from patcher.layouts.transforms import conversions_of, converts, describe, identity
 from patcher.loading.routes import Routing
 from patcher.patterns import compress, is_expression, matches_path, nearest_paths
 from patcher.resolution.resolution import NO_CHANGE, Resolution
@@ -54,11 +53,7 @@ class Diagnostics:
     goes_on: bool = False
 
     def adding(self, error: PatcherError | None, *, strict: bool) -> Diagnostics:
-        """With one more, unless there is none.
-
-        Raises:
-            PatcherError: `error`, where that is strict.
-        """
+        """With one more, unless there is none."""
         if error is None:
             return self
         if not strict:
@@ -70,38 +65,24 @@ class Diagnostics:
         return replace(self, errors=(*self.errors, error))
 
     def adding_unused(self, entries: Iterable[InForce], outcome: Outcome, model_name: str = "") -> Diagnostics:
-        """With what of these patchers has had no effect.
-
-        Raises:
-            UnmatchedPatchError: something of a strict one.
-        """
+        """With one error for each of these patchers that names all of it that has had no effect."""
         result = self
         for entry in entries:
-            result = result.adding(_error(entry, outcome, model_name), strict=entry.patcher.strict)
+            unused = list(islice(outcome.problems_of(entry), _MOST + 1))
+            problems = [problem() for problem in unused[:_MOST]] + ["and others"] * (len(unused) > _MOST)
+            name = f" {entry.patcher.name!r}" if entry.patcher.name else ""
+            error = UnmatchedPatchError(
+                f"These parts of the patcher{name} have no effect{f' in {model_name}' if model_name else ''}:\n"
+                + "".join(f"  {problem}\n" for problem in problems)
+                + "Correct it or take it out; with strict=False this is a warning."
+            )
+            result = result.adding(error if problems else None, strict=entry.patcher.strict)
         return result
 
     def warn(self) -> None:
         """Warn, at the line of the call of the load."""
         if self.warnings:
             warn("\n".join(dict.fromkeys(self.warnings)))
-
-
-def _error(entry: InForce, outcome: Outcome, model_name: str) -> UnmatchedPatchError | None:
-    """The error that names each argument of a patcher that has had no effect."""
-    problems = [problem() for problem in islice(outcome.problems_of(entry), _MOST)]
-    if not problems:
-        return None
-    if next(islice(outcome.problems_of(entry), _MOST, None), None) is not None:
-        problems.append("and others")
-    name, where = (
-        (f" {entry.patcher.name!r}" if entry.patcher.name else ""),
-        (f" in {model_name}" if model_name else ""),
-    )
-    return UnmatchedPatchError(
-        f"These parts of the patcher{name} have no effect{where}:\n"
-        + "".join(f"  {problem}\n" for problem in problems)
-        + "Correct it or take it out; with strict=False this is a warning."
-    )
 
 
 # --- modules -------------------------------------------------------------------------------------------------------
@@ -149,20 +130,15 @@ def found_in_modules(
 
 
 def _no_class(group: tuple[str, ...], places: Places, classes: Mapping[str, type[nn.Module]]) -> str:
-    keys = f"{'any of ' if len(group) > 1 else ''}{', '.join(map(repr, group))}"
-    key = group[0]
-    meant = _unlike(key, classes) if isinstance(key, Like) else _meant(key, classes.keys(), places)
-    return f"class_mapping: no class of the model matches {keys}{meant}"
+    key, keys = group[0], f"{'any of ' if len(group) > 1 else ''}{', '.join(map(repr, group))}"
+    return f"class_mapping: no class of the model matches {keys}{_meant(key, places, classes)}"
 
 
-def _unlike(key: Like, classes: Mapping[str, type[nn.Module]]) -> str:
-    """How what is probably meant differs from the target of a key."""
-    close = nearest(key.target.rpartition(":")[2], classes, 1)
-    return f"; nearest: {close[0]}, which differs: {key.why_not(classes[close[0]])}" if close else ""
-
-
-def _meant(key: str, classes: Collection[str], places: Places) -> str:
-    """What the key of a class was probably meant to be."""
+def _meant(key: str, places: Places, classes: Mapping[str, type[nn.Module]]) -> str:
+    """What the key of a class was probably meant to be, and how it differs from that."""
+    if isinstance(key, Like):
+        close = nearest(key.target.rpartition(":")[2], classes, 1)
+        return f"; nearest: {close[0]}, which differs: {key.why_not(classes[close[0]])}" if close else ""
     named = {name for path, name in places if "." in key and (name == key.rpartition(".")[2] or _is_at(key, path))}
     if named:
         return (
@@ -229,8 +205,8 @@ def found_by_reading(
     if not entries:
         return Outcome()
     conversions, keys = selected.conversions, tuple(checkpoint)
-    effective = conversions.added if selected.runtime_layout else routing.effective
-    done = {identity(each.transform) for each in effective}
+    effective = {each for route in routing.routes for each in route.by}
+    done = {identity(each.transform) for each in (conversions.added if selected.runtime_layout else effective)}
     dropped = {text for _, text in conversions.dropped}
     stock = [*conversions.kept, *(transform for transform, _ in conversions.dropped)]
     patterns = {text for each in stock for text in (*source_patterns(each), *target_patterns(each))}
@@ -256,12 +232,10 @@ def _conversions(entry: InForce, outcome: Outcome) -> Iterator[tuple[str, Weight
     """The conversions of a patcher, with where they are written; of classes only those that were built."""
     for transform in entry.patcher.extra_weight_conversions:
         yield "extra_weight_conversions", transform
-    mappings = [(field, getattr(entry.patcher, field)) for field in MODULE_MAPPINGS]
-    for cls in {
-        mapping[key]: None for field, mapping in mappings for key in mapping if (entry, field, key) in outcome.used
-    }:
-        for transform in conversions_of(cls):
-            yield f"{cls.__qualname__}.conversion_mapping", transform
+    keys = [(field, key) for field in MODULE_MAPPINGS for key in getattr(entry.patcher, field)]
+    built = {getattr(entry.patcher, field)[key]: None for field, key in keys if (entry, field, key) in outcome.used}
+    for cls in built:
+        yield from ((f"{cls.__qualname__}.conversion_mapping", transform) for transform in conversions_of(cls))
 
 
 def _idle(where: str, transform: WeightTransform, keys: Iterable[str], parameters: Iterable[str]) -> str:

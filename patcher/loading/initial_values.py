@@ -5,6 +5,7 @@ here what a replacement has computed is kept and put back, on the device where i
 
 For new weights a replacement is built once more, after the others have been read: real where the checkpoint lacks
 them, and on meta otherwise. So nothing can be computed from what a weight of the checkpoint is initialised with.
+Experts that a checkpoint lacks start as those of transformers do from the same seed.
 """
 
 from __future__ import annotations
@@ -27,17 +28,22 @@ from patcher.compat.models import (
     is_initialized,
     local_torch_dtype,
     mark_initialized,
+    named_modules,
     named_parameters,
     offload_weight,
     ties,
 )
 from patcher.construction.construction import Built, Construction, Placed
 from patcher.construction.gates import building
+from patcher.construction.lock import construction_lock
 from patcher.construction.meta_init import MetaInit, like, without_value
 from patcher.errors import InvalidPatcherError, PatchConstructionError
+from patcher.fusions.experts.matrices import Matrices
+from patcher.layouts.carried import fused_modules
+from patcher.layouts.layouts import Layout
 from patcher.layouts.sharded import one_piece, split_like
-from patcher.loading.missing_experts import MissingExperts
 from patcher.patterns import inside
+from patcher.resolution.resolution import skeleton
 
 if TYPE_CHECKING:
     from patcher.loading.load import Loaded
@@ -68,33 +74,30 @@ class InitialValues:
     """The computed values of a model's replacements, taken before transformers finishes the load."""
 
     def __init__(self, load: Loaded) -> None:
-        self.model = model = load.model
-        self.model_class = load.record.model_class
-        self.rules = load.rules
-        self.frozen = load.frozen
-        self.disk_index = load.disk_index
+        self.load, self.model = load, load.model
         self.missing = set(load.info.missing_keys) | {name for name, *_ in load.info.mismatched_keys}
+        self.tied = ties(load.model).keys()
+        absent = self.missing - self.tied
         # A quantizer may have put others in the place of some.
-        self.replaced = [(path, built) for path, built in load.outermost if module_at(model, path) is built.module]
-        self.tied = ties(model).keys()
-        self.absent = self.missing - self.tied
-        self.buffers: dict[str, torch.Tensor] = {}
+        self.replaced = [
+            (path, built) for path, built in load.outermost if module_at(self.model, path) is built.module
+        ]
         #: parameters that were given to a replacement with their values, in a model that somebody else has loaded
         self.given: dict[str, nn.Parameter] = {}
         #: what the checkpoint lacks -> the innermost replacement that has it
         self.new: dict[str, tuple[str, Built]] = {}
         under = tuple(inside(path) for path, _ in self.replaced)
-        drawn = {key for key in self.absent if not (under and key.startswith(under))}
-        self.experts = MissingExperts.of(model, drawn) if drawn else None
-        for path, built in self.replaced:
-            for key, buffer in self._kept_buffers(path, built.module):
-                self.buffers[key] = buffer
-                mark_initialized(buffer)
-        for path, built in sorted(self.replaced, key=lambda each: each[0].count(".")):
-            for key, parameter in named_parameters(built.module, path) if self.absent else ():
-                if key in self.absent and parameter.device.type != "meta":
+        self.drawn = {key for key in absent if not (under and key.startswith(under))}
+        self.lacks_experts = bool(self.drawn) and any(isinstance(each, Matrices) for each in self._drawn_whole())
+        self.random_state = torch.get_rng_state()
+        self.buffers = {key: each for path, built in self.replaced for key, each in self._kept(path, built.module)}
+        for buffer in self.buffers.values():
+            mark_initialized(buffer)
+        for path, built in sorted(self.replaced, key=lambda each: each[0].count(".")) if absent else ():
+            for key, parameter in named_parameters(built.module, path):
+                if key in absent and parameter.device.type != "meta":
                     self.given[key] = parameter
-                elif key in self.absent:
+                elif key in absent:
                     self.new[key] = path, built
 
     def put_back(self, load_config: Any) -> None:
@@ -103,50 +106,61 @@ class InitialValues:
         Raises:
             PatchConstructionError: what `__init__` gives to a new weight can't be known.
         """
-        device_map = load_config.device_map or {"": "cpu"}
-        if self.experts is not None:
-            values = self.experts.values(self.model_class, self.model.config, load_config.dtype)
-            for key, tensor in values.items():
-                self._fill(key, tensor, device_map, load_config.disk_offload_folder)
+        self.config, self.device_map = load_config, load_config.device_map or {"": "cpu"}
+        for key, tensor in self._experts().items() if self.lacks_experts else ():
+            parameter = self.model.get_parameter(key)  # which may be tied
+            if type(parameter) is nn.Parameter and not parameter.is_meta and not isinstance(parameter.data, DTensor):
+                parameter.data.copy_(tensor)
+            else:
+                self._put(key, nn.Parameter(tensor, parameter.requires_grad))
         for key, parameter in self.given.items():
-            if get_device(device_map, key, valid_torch_device=True) == parameter.device:
+            if self._device(key) == parameter.device:
                 _set(self.model, key, parameter)  # the very object
             else:
-                self._put(key, parameter, device_map, load_config.disk_offload_folder)
+                self._put(key, parameter)
         for path, built in dict.fromkeys(self.new.values()):
-            module = self._built_again(path, built, load_config.dtype)
-            _check_attributes(built, module)
+            module = self._built_again(path, built)
             for key, (owner, _) in self.new.items():
                 if owner == path and (value := self._initial(built, module, path, key)) is not None:
-                    self._put(key, value, device_map, load_config.disk_offload_folder)
-            # What is random was drawn anew, for buffers as for the weights that it may have been drawn for.
-            self.buffers |= dict(self._kept_buffers(path, module))
+                    self._put(key, value)
+            # What is random was drawn anew, for buffers and attributes as for the weights that belong to them.
+            self.buffers |= dict(self._kept(path, module))
+            for name, part in module.named_modules():
+                first = module_at(built.module, name)
+                if first is not None and type(first) is type(part):  # not a quantizer's, or a fusion's
+                    first.__dict__.update((each, held) for each, held in attributes(part) if _is_of_tensors(held))
         for key, buffer in self.buffers.items():
-            self._put_buffer(key, buffer.detach(), load_config)
-        for key, parameter in self.model.named_parameters() if self.frozen else ():
-            if key in self.frozen:
+            tensor = buffer.detach()
+            set_module_tensor_to_device(self.model, key, self._device(key), value=tensor, dtype=tensor.dtype)
+            if key in self.missing and load_config.offload_buffers:
+                self._offload(key, tensor)
+        for key, parameter in self.model.named_parameters() if self.load.frozen else ():
+            if key in self.load.frozen:
                 parameter.requires_grad_(False)
-        if not set(map(str, device_map.values())) - {"cpu", "disk"}:
+        if not set(map(str, self.device_map.values())) - {"cpu", "disk"}:
             return  # plain tensors were computed on the CPU, and stay there
         for path, built in self.replaced:
             for name, module in built.module.named_modules(prefix=path):
-                _move_plain_tensors(module, get_device(device_map, f"{name}.", valid_torch_device=True))
+                device = self._device(f"{name}.")
+                for attribute, held in list(attributes(module)):
+                    module.__dict__[attribute] = _moved(held, device)
 
-    def _kept_buffers(self, path: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    def _device(self, key: str) -> Any:
+        return get_device(self.device_map, key, valid_torch_device=True)
+
+    def _kept(self, path: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """The buffers of a replacement with values that no checkpoint brings."""
         for key, buffer in _buffers(path, module):
-            if key in self.missing or not _is_saved(self.model, key):
+            owner, _, name = key.rpartition(".")
+            if key in self.missing or name in self.model.get_submodule(owner)._non_persistent_buffers_set:
                 yield key, buffer
 
-    def _built_again(self, path: str, built: Built, dtype: torch.dtype | None) -> nn.Module:
-        """A replacement, built once more for its new weights.
-
-        Raises:
-            PatchConstructionError: it can't be.
-        """
+    def _built_again(self, path: str, built: Built) -> nn.Module:
+        """A replacement, built once more for its new weights."""
         names = [(inside(path) + name, number) for name, number in built.numbers.items()]
         brought = {number for key, number in names if key not in self.missing or key in self.tied}
-        construction = Construction(self.rules, is_skeleton=True)
+        construction = Construction(self.load.rules, is_skeleton=True)
+        dtype = self.config.dtype
         default = local_torch_dtype(dtype) if dtype is not None and dtype.is_floating_point else nullcontext()
         with default, building(construction):
             return construction.build_again(built, MetaInit(to_meta=True, moved=brought))
@@ -171,30 +185,15 @@ class InitialValues:
             raise without_value(built.replacement, key)
         return value
 
-    def _put_buffer(self, key: str, value: torch.Tensor, load_config: Any) -> None:
-        device_map = load_config.device_map or {"": "cpu"}
-        device = get_device(device_map, key, valid_torch_device=True)
-        set_module_tensor_to_device(self.model, key, device, value=value, dtype=value.dtype)
-        if key in self.missing and load_config.offload_buffers:
-            self._offload(key, value, device_map, load_config.disk_offload_folder)
-
-    def _fill(self, key: str, value: torch.Tensor, device_map: Any, folder: Any) -> None:
-        """Give a parameter, which may be tied, other values."""
-        parameter = self.model.get_parameter(key)
-        if type(parameter) is nn.Parameter and not parameter.is_meta and not isinstance(parameter.data, DTensor):
-            parameter.data.copy_(value)
-        else:
-            self._put(key, nn.Parameter(value, parameter.requires_grad), device_map, folder)
-
-    def _put(self, key: str, value: nn.Parameter, device_map: Any, folder: Any) -> None:
-        made = value.data.to(get_device(device_map, key, valid_torch_device=True))
-        value = like(value, split_like(made, self.model.get_parameter(key)))
+    def _put(self, key: str, value: nn.Parameter) -> None:
+        value = like(value, split_like(value.data.to(self._device(key)), self.model.get_parameter(key)))
         _set(self.model, key, value)
-        self._offload(key, value.data, device_map, folder)
+        self._offload(key, value.data)
 
-    def _offload(self, key: str, value: torch.Tensor, device_map: Any, folder: Any) -> None:
+    def _offload(self, key: str, value: torch.Tensor) -> None:
         """Put on the disk what the device map wants there: transformers does it with what it has read."""
-        if self.disk_index is None or get_device(device_map, key) != "disk":
+        index, folder = self.load.disk_index, self.config.disk_offload_folder
+        if index is None or get_device(self.device_map, key) != "disk":
             return
         if folder is None:
             raise InvalidPatcherError(
@@ -202,7 +201,53 @@ class InitialValues:
                 "offload_folder=..."
             )
         Path(folder).mkdir(parents=True, exist_ok=True)
-        offload_weight(value, key, folder, self.disk_index)
+        offload_weight(value, key, folder, index)
+
+    # --- experts that the checkpoint lacks -----------------------------------------------------------------------
+
+    def _drawn_whole(self) -> list[Layout]:
+        """The layouts of fusions of which the checkpoint has nothing."""
+        layouts = (layout for each in fused_modules(self.model) for layout in each.fused)
+        return [layout for layout in layouts if self.drawn.issuperset(layout.fused)]
+
+    def _experts(self) -> dict[str, torch.Tensor]:
+        """What was missing where experts were, by the names of the patched model, as transformers draws it.
+
+        It draws parameter by parameter, in the order of the model. A stack of experts is one of them, and would be
+        many layers drawn one after the other. So all that is missing is drawn once more, from the random state of
+        before, on a model of transformers; the random state is that of transformers then.
+        """
+        layouts, model_class = self._drawn_whole(), self.load.record.model_class
+        others = self.drawn - {name for layout in layouts for name in layout.fused}
+        torch.set_rng_state(self.random_state)
+        with construction_lock.held_for(model_class.__name__):
+            stock = skeleton(model_class, self.model.config)
+            names = {name for layout in layouts for name in layout.stock}
+            drawn = _initial_values(stock, names | others, self.config.dtype)
+        result = {name: drawn[name] for name in others if name in drawn}
+        for layout in layouts:
+            result |= zip(layout.fused, layout.fuse([drawn[name] for name in layout.stock]), strict=True)
+        return result
+
+
+@torch.no_grad()
+def _initial_values(model: PreTrainedModel, wanted: set[str], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """What transformers initialises parameters of a model with, which is on meta, as it does for missing ones."""
+    found: dict[str, nn.Parameter] = {}
+    for path, module in named_modules(model):
+        # A module may initialise what its parts have.
+        if not any(name.startswith(inside(path)) for name in wanted):
+            mark_initialized(module)
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            key = inside(path) + name
+            if key in wanted and isinstance(tensor, nn.Parameter):
+                kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+                value = nn.Parameter(torch.empty(tensor.shape, dtype=kind, device="cpu"))
+                found[key] = module._parameters[name] = value
+            elif tensor is not None:
+                mark_initialized(tensor)
+    model.initialize_weights()  # type: ignore[no-untyped-call]
+    return {name: parameter.data for name, parameter in found.items()}
 
 
 @contextmanager
@@ -219,31 +264,10 @@ def keeping_computed(replacements: Iterable[nn.Module]) -> Iterator[None]:
             forget_initialized(buffer)
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.device == other.device != torch.device("meta") and one.shape == other.shape and torch.equal(one, other)
-
-
-def _check_attributes(built: Built, module: nn.Module) -> None:
-    """Raise for what belongs to the new weights of a replacement, perhaps, and has come out otherwise for them.
-
-    Raises:
-        PatchConstructionError: tensors in a plain attribute are not what they were when it was built first.
-    """
-    for path, part in module.named_modules():
-        first = module_at(built.module, path)
-        if first is None or type(first) is not type(part):  # a quantizer's, or a fusion's
-            continue
-        for name, value in attributes(part):
-            values, before = (
-                [each for each in tensors_in(held, lambda _: True) if not isinstance(each, nn.Parameter)]
-                for held in (value, first.__dict__.get(name))
-            )
-            if len(values) != len(before) or not all(map(_equal, values, before)):
-                raise PatchConstructionError(
-                    f"{type(part).__qualname__}.__init__ gives other values to the attribute {name!r} each time, and "
-                    "it is called twice where the checkpoint lacks weights: register it as a buffer, which is kept "
-                    "together with the new weights."
-                )
+def _is_of_tensors(value: Any) -> bool:
+    """Whether a plain attribute holds tensors, and no parameter."""
+    held = tensors_in(value, lambda module: True)
+    return bool(held) and not any(isinstance(each, nn.Parameter) for each in held)
 
 
 def module_at(module: nn.Module, path: str) -> nn.Module | None:
@@ -265,22 +289,8 @@ def _buffers(path: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
             yield key, buffer
 
 
-def _is_saved(model: nn.Module, key: str) -> bool:
-    path, _, name = key.rpartition(".")
-    return name not in model.get_submodule(path)._non_persistent_buffers_set
-
-
-def _move_plain_tensors(module: nn.Module, device: Any) -> None:
-    """Move tensors that a replacement keeps as plain attributes, alone or in a list, tuple or dict."""
-    for name, value in list(vars(module).items()):
-        if name in ("_parameters", "_buffers", "_modules"):
-            continue
-        moved = _moved(value, device)
-        if moved is not value:
-            module.__dict__[name] = moved
-
-
 def _moved(value: Any, device: Any) -> Any:
+    """The value of a plain attribute, with the tensors in it moved: alone or in a list, tuple or dict."""
     if isinstance(value, torch.Tensor):
         return value if value.device.type == "meta" else value.to(device)
     if type(value) in (list, tuple, dict):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +11,12 @@ from patcher.compat.models import named_parameters, ties
 from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, tell_blocks
 from patcher.errors import PatchedWeightsError
 from patcher.expressions import search
-from patcher.layouts.selection import converts
-from patcher.layouts.transforms import is_concatenation
+from patcher.layouts.carried import fused_modules
+from patcher.layouts.transforms import converts, is_concatenation
 from patcher.loading.findings import folded, found_by_reading, ordered
 from patcher.loading.load import Loaded, Selected
 from patcher.loading.routes import Routing
-from patcher.loading.unfit import Unfit
+from patcher.loading.unfit import unfit_error
 from patcher.patterns import inside
 
 
@@ -37,15 +37,14 @@ def judge(
         UnmatchedPatchError: a filter or a conversion had no effect.
         PatchedWeightsError: parameters of replaced modules are missing, tensors are left over, a conversion failed.
     """
-    failure = routing.failure
     diagnostics = selected.diagnostics.adding(routing.problem, strict=True)
     done: dict[str, Any] = {
         "read": not routing.is_runtime_layout,
         "routes": tuple(route for route in routing.routes if route.is_carried),
         "dropped": selected.conversions.dropped,
     }
-    if failure is not None:
-        diagnostics = replace(diagnostics, errors=(*diagnostics.errors, failure))
+    if routing.failure is not None:
+        diagnostics = replace(diagnostics, errors=(*diagnostics.errors, routing.failure))
     else:
         outcome = found_by_reading(selected, routing, checkpoint, info.unexpected_keys)
         if selected.dry_run is None:
@@ -54,33 +53,14 @@ def judge(
             # What the model doesn't have was reported when it was built, where that is an error.
             found = outcome if entry.patcher.strict else selected.outcome | outcome
             diagnostics = diagnostics.adding_unused([entry], found, selected.model_class.__name__)
-        new = [text for entry in selected.in_force for text in entry.patcher.new_weights]
-        if routing.made_of or any(is_concatenation(each.transform) for each in selected.conversions.added):
-            diagnostics = diagnostics.adding(joined_wrong(routing, stock_routing(), new), strict=True)
         weights = _Weights(selected, routing, checkpoint, info)
+        added = selected.conversions.added
+        if added and (routing.absent or any(is_concatenation(each.transform) for each in added)):
+            diagnostics = diagnostics.adding(weights.joined_wrong(stock_routing()), strict=True)
         diagnostics = diagnostics.adding(weights.error(stock_routing), strict=selected.strict)
         done |= {"new_weights": weights.new, "dropped_weights": weights.dropped}
     values = vars(selected) | {"record": replace(selected.record, **done), "diagnostics": diagnostics}
     return Loaded(**values, info=info, routing=routing)
-
-
-def joined_wrong(routing: Routing, stock: Routing, new: Sequence[str]) -> PatchedWeightsError | None:
-    """The error for what conversions of patchers join of parts that are missing, or that don't fit one by one.
-
-    Args:
-        stock: what the stock model makes of the checkpoint: the parts may add up to the shape of the whole.
-        new: names what is declared new.
-    """
-    made_of = [parts for name, parts in routing.made_of.items() if not any(search(each, name) for each in new)]
-    lacking = stock.missing.intersection(part for parts in made_of for part in parts)
-    joining = [route for route in routing.routes if route.by and is_concatenation(route.by[-1].transform)]
-    misfits = [
-        f"{name}: found {tuple(stock.mismatched[name][0])}, expected {tuple(stock.mismatched[name][1])}"
-        for route in joining
-        for name in route.stock
-        if name in stock.mismatched
-    ]
-    return Unfit(lacking=[*lacking], misfits=misfits).error()
 
 
 class _Weights:
@@ -128,15 +108,35 @@ class _Weights:
         expressions = [text for patcher in self.patchers for text in getattr(patcher, name)]
         return [key for key in keys if any(search(text, key) for text in expressions)]
 
+    def joined_wrong(self, stock: Routing) -> PatchedWeightsError | None:
+        """The error for what conversions of patchers join of parts that are missing, or that don't fit one by one.
+
+        Args:
+            stock: what the stock model makes of the checkpoint: the parts may add up to the shape of the whole.
+        """
+        absent, follow = self.routing.absent - ties(self.model).keys() - {*self.new}, self.routing.follow
+        taken = {name: found for name in stock.missing_keys if absent and (found := follow(name)).by}
+        joining = [route for route in self.routing.routes if route.by and is_concatenation(route.by[-1].transform)]
+        parts = {name for route in joining for name in route.stock}
+        misfits = [
+            f"{name}: found {tuple(found)}, expected {tuple(own)}"
+            for name, found, own in sorted(stock.mismatched_keys)
+            if name in parts
+        ]
+        lacking = [name for name, found in taken.items() if found.name in absent]
+        return unfit_error({"lacking": lacking, "misfits": misfits})
+
     def error(self, stock_routing: Callable[[], Routing]) -> PatchedWeightsError | None:
         """The error for them: what the stock load would miss or ignore as well doesn't count."""
         if torn := self._torn():
             return torn
         if self.absent or self.left_over:
-            stock, parts_of = stock_routing(), self.routing.parts_of
-            not_read = {*stock.missing, *stock.mismatched}
-            self.absent = {key for key in self.absent if not not_read.issuperset(parts_of.get(key, (key,)))}
-            self.left_over -= stock.unexpected
+            stock, layouts = stock_routing(), [layout for each in fused_modules(self.model) for layout in each.fused]
+            if self.routing.is_runtime_layout:  # what that lacks, it lacks under its own names
+                layouts = []
+            parts_of = {name: layout.stock for layout in layouts for name in layout.fused}
+            self.absent = {key for key in self.absent if not stock.absent.issuperset(parts_of.get(key, (key,)))}
+            self.left_over -= stock.unexpected_keys
         if not self.patchers or not (self.absent or self.left_over):
             return None
         return PatchedWeightsError(self._text())
@@ -150,9 +150,7 @@ class _Weights:
         """
         entries = [entry for entry in self.selected.in_force if entry.origin in (FUSION_CONFIG, LAYOUT)]
         named = [name for entry in entries for name in entry.patcher.fusions]
-        if not named:
-            return None
-        missing = self.missing & {name for name, _ in named_parameters(self.model)}
+        missing = self.missing & {name for name, _ in named_parameters(self.model)} if named else set()
         holders = [{_above(key, levels) for key in missing} for levels in (1, 2)]
         places = [{_above(key, levels) for key in self.info.unexpected_keys} for levels in (1, 2, 3)]
         torn = ((holders[0] & set().union(*places)) | (holders[1] & set().union(*places[:2]))) - {""}

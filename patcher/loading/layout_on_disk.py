@@ -75,11 +75,7 @@ def _named(names: list[str], weights: str | Path, where: Any) -> list[str]:
 
 
 def check_place(variant: str | None, *, is_pushed: bool, in_layout: bool) -> None:
-    """Raise for a variant that a save can't be, and for a repo where a runtime layout may lie beside other weights.
-
-    Raises:
-        InvalidPatcherError: with what to write instead.
-    """
+    """Raise for a variant that a save can't be, and for a repo where a runtime layout may lie beside other weights."""
     if in_layout and variant is not None:
         raise InvalidPatcherError(
             f"variant={variant!r} was requested together with save_original_format=False: weights in a runtime layout "

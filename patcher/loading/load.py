@@ -33,14 +33,13 @@ from patcher.construction.in_force import InForce, Outcome, in_force_for, tell_b
 from patcher.construction.meta_init import NoValues
 from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherError
 from patcher.functions.models import NO_FUNCTIONS, Functions, full_name
-from patcher.layouts.selection import SelectedConversions, converts, select_conversions
+from patcher.layouts.transforms import SelectedConversions, converts, select_conversions
 from patcher.loading.findings import Diagnostics, found_in_modules
 from patcher.loading.initial_values import frozen_parameters
 from patcher.loading.record import RECORD, PatchedModule, PatchRecord, keep_record, record_of
 from patcher.loading.routes import Routing
 from patcher.loading.stock_view import carry_routes
-from patcher.resolution.fused_modules import fuse_standing_modules
-from patcher.resolution.resolution import NO_CHANGE, Resolution
+from patcher.resolution.resolution import NO_CHANGE, Resolution, fuse_standing_modules
 from patcher.spec.fingerprints import check_pins
 
 
@@ -117,11 +116,7 @@ def request(
 
 
 def check_supported(entries: tuple[InForce, ...], path: Any, options: Mapping[str, Any]) -> None:
-    """Raise for what patchers, or their conversions, are not yet known to survive.
-
-    Raises:
-        InvalidPatcherError: with what can be done instead.
-    """
+    """Raise for what patchers, or their conversions, are not yet known to survive."""
     if entries and is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
         raise InvalidPatcherError(
             "A patcher was requested while DeepSpeed ZeRO-3 is on, which partitions each parameter as soon as it is "
@@ -202,11 +197,7 @@ def construct(load: Request, done: Callable[[Constructed], object]) -> Iterator[
 
 
 def check_stands(construction: Construction, model_class: type[PreTrainedModel]) -> PreTrainedModel:
-    """The model that was built, if it has gone through all that a model is patched at.
-
-    Raises:
-        PatchConstructionError: it has not.
-    """
+    """The model that was built, if it has gone through all that a model is patched at."""
     model = construction.root
     if model is None:
         raise PatchConstructionError(

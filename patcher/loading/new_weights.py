@@ -216,11 +216,7 @@ def _read(paths: Iterable[str]) -> dict[str, str]:
 
 
 def check_new_weights(load: Request, unexpected: Iterable[str]) -> Request:
-    """Raise for new weights in the files of a load that go nowhere; note in its record those that it has.
-
-    Raises:
-        PatchedWeightsError: the load doesn't know the patcher that they are of.
-    """
+    """Raise for new weights in the files of a load that go nowhere; note in its record those that it has."""
     declared = [text for entry in load.in_force for text in entry.patcher.new_weights]
     unexpected = list(unexpected)
     if not (load.files and (unexpected or declared)):

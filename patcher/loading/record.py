@@ -16,7 +16,7 @@ from patcher.construction.in_force import InForce
 from patcher.fusions.base import Fusion
 from patcher.layouts.carried import PickledClass
 from patcher.layouts.layouts import Layout
-from patcher.layouts.selection import select_conversions
+from patcher.layouts.transforms import select_conversions
 from patcher.loading.routes import Route
 from patcher.patterns import inside
 from patcher.spec.patcher import Patcher

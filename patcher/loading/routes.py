@@ -13,32 +13,32 @@ quantizes and shards them as any other tensor; what only transformers converts, 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import takewhile
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
-from patcher.compat.conversions import copy_transform, dot_natural_key, stock_revert
-from patcher.compat.models import ModelView, state_tensors, ties
+from patcher.compat.conversions import dot_natural_key, is_prequantized, keeps_quantized
+from patcher.compat.models import ModelView, state_tensors
 from patcher.errors import PatchedWeightsError
 from patcher.fusions.experts.matrices import Matrices
-from patcher.layouts.carried import fused_modules
-from patcher.layouts.conversion import Converted, Group, convert, made_by_name
-from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
+from patcher.layouts.carried import fused_modules, is_quantized as is_quantized_tensor
+from patcher.layouts.conversion import Converted, Group, convert, made_by_name, only_moves
+from patcher.layouts.layouts import Layout, Rows, is_alone, lies_in_blocks
 from patcher.layouts.names import Named, Names
-from patcher.layouts.operations import joins_unequal, only_moves
-from patcher.layouts.selection import Added
 from patcher.layouts.sources import Computation, Computed, dtype_of, fused_sources, in_blocks, shape_of
-from patcher.layouts.transforms import describe, has_known_operations, is_alone, single
-from patcher.loading.expert_names import keys_of_experts, quantized_experts, reverted_from_scratch
-from patcher.loading.unfit import Unfit, failure, inside_and_outside
+from patcher.layouts.transforms import Added, describe, has_known_operations
+from patcher.loading.experts import by_layer, keys_of_experts, quantized_experts, reverted_from_scratch
+from patcher.loading.unfit import failure, inside_and_outside, unfit_error
 from patcher.patterns import compress, inside
+
+#: Types of one byte, as safetensors calls them.
+_BYTES = ("I8", "U8", "F8")
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,18 +70,14 @@ class Route:
 
 @dataclass(eq=False)
 class Routing:
-    """The routes of a load, and what doesn't fit.
+    """The routes of a load, and what doesn't fit: by the names that transformers has for it at the end of a load.
 
     Attributes:
         rest: what transformers reads itself: key -> tensor, or what is read as one.
         sources: parameter -> what it is read from instead.
-        missing: the parameters that get nothing.
-        unexpected: the names that the model doesn't have.
-        mismatched: parameter -> the shape that was found, and its own.
-        errors: parameter -> why the conversion that makes it raises.
-        failures: the conversions of patchers that raise, for which parameters, and why first.
-        parts_of: fused parameter -> its parts, of those of which the checkpoint has none.
-        made_of: parameter -> what conversions of patchers make it of, of those that are missing or of another shape.
+        mismatched_keys: (parameter, the shape that was found, its own).
+        conversion_errors: parameter -> why the conversion that makes it raises.
+        failed: the conversions of patchers that raise, for which parameters, and why first.
         used: the conversions of transformers that have had a part.
         follow: gives the place of a key.
         is_runtime_layout: whether the checkpoint has fused parameters as they are.
@@ -91,13 +87,11 @@ class Routing:
     routes: list[Route] = field(default_factory=list)
     rest: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, Any] = field(default_factory=dict)
-    missing: set[str] = field(default_factory=set)
-    unexpected: set[str] = field(default_factory=set)
-    mismatched: dict[str, tuple[torch.Size, torch.Size]] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
-    failures: dict[WeightTransform, tuple[list[str], str]] = field(default_factory=dict)
-    parts_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    made_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    missing_keys: set[str] = field(default_factory=set)
+    unexpected_keys: set[str] = field(default_factory=set)
+    mismatched_keys: set[tuple[str, torch.Size, torch.Size]] = field(default_factory=set)
+    conversion_errors: dict[str, str] = field(default_factory=dict)
+    failed: dict[WeightTransform, tuple[list[str], str]] = field(default_factory=dict)
     used: list[WeightTransform] = field(default_factory=list)
     is_runtime_layout: bool = False
     problem: PatchedWeightsError | None = None
@@ -106,13 +100,27 @@ class Routing:
     @property
     def failure(self) -> PatchedWeightsError | None:
         """The error for conversions of patchers that raise."""
-        found = next(iter(self.failures.items()), None)
+        found = next(iter(self.failed.items()), None)
         return None if found is None else failure(found[0], *found[1])
 
     @property
-    def effective(self) -> set[Added]:
-        """The conversions of patchers that have done something."""
-        return {each for route in self.routes for each in route.by}
+    def absent(self) -> set[str]:
+        """The parameters that get nothing, or nothing of their shape."""
+        return self.missing_keys | {name for name, *_ in self.mismatched_keys}
+
+    def is_true_of(self, info: Any) -> bool:
+        """Whether a load has come to what was expected of it."""
+        return (
+            not info.conversion_errors
+            and self.missing_keys == info.missing_keys
+            and self.unexpected_keys == info.unexpected_keys
+            and {name for name, *_ in self.mismatched_keys} == {name for name, *_ in info.mismatched_keys}
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As transformers gives it to whoever has asked for `output_loading_info`."""
+        names = ("missing_keys", "unexpected_keys", "mismatched_keys", "conversion_errors")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +145,7 @@ def route(
     conversions: Conversions,
     *,
     unknown: AbstractSet[str] = frozenset(),
-    is_quantized: bool = False,
+    quantizer: Any = None,
     dtype: Callable[[str], torch.dtype] | None = None,
 ) -> Routing:
     """Where the keys of a checkpoint go.
@@ -145,14 +153,14 @@ def route(
     Args:
         checkpoint: tensors, or what has their shapes.
         unknown: the keys whose shapes aren't known: they fit.
-        is_quantized: whether a quantizer has written the checkpoint.
+        quantizer: the one of the load; what it has written is read as it is, or refused.
         dtype: gives the type that a parameter will have; None where nothing will be read.
 
     Raises:
         PatchedWeightsError: a conversion has targets in modules that are replaced and in others, where the tensors of
             the checkpoint don't fit as they are.
     """
-    return _Router(model, checkpoint, conversions, unknown, is_quantized, dtype).run()
+    return _Router(model, checkpoint, conversions, unknown, quantizer, dtype).run()
 
 
 def stock_tensors(own: Mapping[str, torch.Tensor], made: Iterable[Layout]) -> dict[str, torch.Tensor]:
@@ -183,7 +191,7 @@ def stock_parameters(
     """
     router = _Router(model, checkpoint, Conversions(conversions), stock=(tensors, wanted))
     router.take(sorted(checkpoint, key=dot_natural_key))
-    if router.unfit:
+    if any(router.unfit.values()):
         return None
     return {name: part.source[...] for name, part in router.parts.items()}
 
@@ -213,7 +221,7 @@ class _Router:
     checkpoint: Mapping[str, Any]
     conversions: Conversions
     unknown: AbstractSet[str] = frozenset()
-    is_quantized: bool = False
+    quantizer: Any = None
     dtype: Callable[[str], torch.dtype] | None = None
     stock: tuple[dict[str, torch.Tensor], AbstractSet[str]] | None = None
 
@@ -232,12 +240,13 @@ class _Router:
         )
         view = ModelView(self.model, get_parameter=self.tensors.__getitem__, state_dict=lambda: self.tensors)
         self.view: Any = view
-        self.routing = Routing(rest=dict(self.checkpoint), missing=set(self.own))
+        self.routing = Routing(rest=dict(self.checkpoint), missing_keys=set(self.own))
         self.parts: dict[str, _Part] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         #: parameter -> the keys that it comes from, and whether a patcher's conversion makes it
         self.origins: dict[str, tuple[tuple[str, ...], bool]] = {}
-        self.unfit = Unfit()
+        self.unfit: dict[str, list[str]] = defaultdict(list)
+        #: key -> name, of what the model has no place for
         self.unused: dict[str, str] = {}
 
     @cached_property
@@ -246,21 +255,23 @@ class _Router:
         return reverted_from_scratch(self.model)
 
     def run(self) -> Routing:
-        as_they_are = quantized_experts(self.model, self.checkpoint, self.fused, self.own) if self.is_quantized else {}
-        keys = sorted((key for key in self.checkpoint if key not in as_they_are), key=dot_natural_key)
-        self.take(keys)
-        for key, (target, layout) in as_they_are.items():
+        is_quantized = is_prequantized(self.quantizer)
+        experts = quantized_experts(self.model, self.checkpoint, self.fused, self.own) if is_quantized else {}
+        self.take(sorted((key for key in self.checkpoint if key not in experts), key=dot_natural_key))
+        for key, (target, layout) in experts.items():
             self.shapes[target] = tuple(self.own[target].shape)
             self.routing.sources[target] = self.routing.rest.pop(key)
             self.routing.routes.append(Route((key,), (target,), layout))
         self._join()
+        self._check_quantized(experts)
         self._judge()
         return self.routing
 
     def take(self, keys: Iterable[str]) -> None:
         """Route these keys, each alone or with those that are converted together."""
-        for group, members in self._groups(self._placed(list(keys))):
-            self._convert(group, members)
+        self.named = self._placed(list(keys))
+        for group in self._groups():
+            self._convert(group)
         self.routing.used = self.names.used
 
     # --- names ---------------------------------------------------------------------------------------------------
@@ -298,27 +309,24 @@ class _Router:
                 raise inside_and_outside(added.transform, within, misfits)
         return named
 
-    def _groups(self, named: Mapping[str, Named]) -> list[tuple[Group, dict[str, Named]]]:
+    def _groups(self) -> list[Group]:
         """What converters take together; what none takes is put where it belongs."""
-        groups: dict[tuple[str, int], tuple[Group, dict[str, Named]]] = {}
-        shapes = {key: shape_of(self.checkpoint[key]) for key in named}
-        for key, found in named.items():
+        groups: dict[tuple[str, int], Group] = {}
+        shapes = {key: shape_of(self.checkpoint[key]) for key in self.named}
+        for key, found in self.named.items():
             name, shape = found.name, shapes[key]
             if found.taker is not None:
-                if name not in self.tensors and "*" not in name:
-                    self.routing.unexpected.update(made_by_name(found.taker, name))
+                if name in self.tensors or "*" in name:
+                    group = groups.setdefault((name, id(found.taker)), Group(found.taker, name))
+                    group.add(key, found.pattern or key, shape)
+                else:
+                    self.routing.unexpected_keys.update(made_by_name(found.taker, name))
                     self.unused[key] = name
-                    continue
-                place = (name, id(found.taker))
-                if place not in groups:
-                    groups[place] = Group(found.taker, name), {}
-                groups[place][0].add(key, found.pattern or key, shape)
-                groups[place][1][key] = found
                 continue
             if name not in self.tensors:
                 self.unused[key] = name
                 if name not in self.own:
-                    self.routing.unexpected.add(name)
+                    self.routing.unexpected_keys.add(name)
                     continue
             self._origin(name, (key,), bool(found.by))
             own = self.tensors[name] if name in self.tensors else self.own[name]
@@ -336,41 +344,36 @@ class _Router:
 
     # --- conversions -----------------------------------------------------------------------------------------------
 
-    def _convert(self, group: Group, members: dict[str, Named]) -> None:
+    def _convert(self, group: Group) -> None:
         """Find what a converter makes of a group, and have it read from that where transformers can't do it alone."""
-        by = tuple(dict.fromkeys(added for found in members.values() for added in found.by))
+        by = tuple(dict.fromkeys(added for key in group.taken for added in self.named[key].by))
         of_quantizer = any(getattr(each, "hf_quantizer", None) is not None for each in group.transform.operations)
         by_name = made_by_name(group.transform, group.first)
         is_ours, is_wanted = bool(by), not self.wanted.isdisjoint(by_name)
         if of_quantizer and not (is_ours or is_wanted):
             # It makes what its patterns say, and writes to the parameters of the model on its way.
-            self._made(group, by_name, None, by)
+            self._made(Route(group.keys, tuple(by_name), None, by), {})
             return
         try:
             layout = self._layout(group, is_ours)
         except Exception as error:
-            absent = self._lacking(group) if is_wanted else []
-            self.unfit.stock_lacks += absent
-            if is_wanted and not absent:
-                self.unfit.failed.append(f"{describe(group.transform)} raises {type(error).__name__}: {error}")
             reason = f"{type(error).__name__}: {error}"
-            self.routing.errors[group.first] = reason
+            self.routing.conversion_errors[group.first] = reason
+            if is_wanted:
+                self.unfit["failed"].append(f"{describe(group.transform)} raises {reason}")
             if is_ours:
-                self.routing.failures.setdefault(by[-1].transform, ([], reason))[0].append(group.first)
+                self.routing.failed.setdefault(by[-1].transform, ([], reason))[0].append(group.first)
                 self.routing.routes.append(Route(group.keys, (), None, by))
             return
         is_wanted = not self.wanted.isdisjoint(layout.fused)  # patterns don't show all names
         shapes = dict(zip(layout.fused, layout.fused_shapes(), strict=True))
-        if is_wanted and any(shapes[name] != self.tensors[name].shape for name in self.wanted & shapes.keys()):
-            self.unfit.stock_lacks += self._lacking(group) if not is_ours else []
-        is_carried = is_ours or (not is_wanted and joins_unequal(layout.operations))
-        stock = tuple(self.names.stock_name(key, members[key]) for key in group.keys) if is_carried else ()
-        self._made(group, layout.fused, layout, by, stock, is_carried=is_carried)
+        is_carried = is_ours or (not is_wanted and layout.joins_unequal())
+        stock = tuple(self.names.stock_name(key, self.named[key]) for key in group.keys) if is_carried else ()
+        self._made(Route(group.keys, tuple(layout.fused), layout, by, stock, is_carried), shapes)
         if not (is_carried or is_wanted):
             return
         sources = {key: self.routing.rest.pop(key) for key in group.keys}
-        run = partial(self._run, layout, is_carried)
-        computation = Computation(run, sources)
+        computation = Computation(partial(self._run, layout, is_carried), sources)
         is_stacked = only_moves(group.transform) and not (is_ours or self.conversions.requested)
         dtype = dtype_of(next(iter(sources.values()))) if sources else ""
         for name, shape in shapes.items():
@@ -381,45 +384,29 @@ class _Router:
                 self.routing.sources[name] = source
 
     def _layout(self, group: Group, is_ours: bool) -> Converted:
-        if not self.unknown.isdisjoint(group.keys):
-            return self._at_its_word(group)
+        is_known = self.unknown.isdisjoint(group.keys)
         try:
-            return group.layout(self.view)
+            if is_known:
+                return group.layout(self.view)
         except Exception:
             if has_known_operations(group.transform) or not is_ours:
                 raise
-        if self.dtype is None:
-            return self._at_its_word(group)
-        values = {key: self.checkpoint[key][...] for key in group.keys}  # it may need them
-        return group.layout(self.view, self._cast(values, group.first))
-
-    def _at_its_word(self, group: Group) -> Converted:
+        if is_known and self.dtype is not None:  # it may need values
+            values = {key: self.checkpoint[key][...] for key in group.keys}
+            return group.layout(self.view, self._cast(values, group.first))
         names = [name for name in made_by_name(group.transform, group.first) if name in self.tensors]
-        shapes = tuple(self.tensors[name].shape for name in names)
-        taken = tuple(shape for _, shape in group.taken.values())
-        patterns = tuple(group.taken[key][0] for key in group.keys)
-        made = tuple(zip(names, group.transform.target_patterns, strict=False))
-        return Converted(group.keys, tuple(names), taken, group.transform, group.first, patterns, made, shapes)
+        made = dict(zip(names, group.transform.target_patterns, strict=False))
+        return group.as_written(made=made, shapes=[self.tensors[name].shape for name in names])
 
-    def _made(
-        self,
-        group: Group,
-        names: Sequence[str],
-        layout: Converted | None,
-        by: tuple[Added, ...],
-        stock: tuple[str, ...] = (),
-        *,
-        is_carried: bool = False,
-    ) -> None:
+    def _made(self, route: Route, shapes: Mapping[str, torch.Size]) -> None:
         """Note what a group makes."""
-        shapes = layout.fused_shapes() if layout is not None else []
-        for number, name in enumerate(names):
+        for name in route.parameters:
             if name not in self.tensors:
-                self.routing.unexpected.add(name)
+                self.routing.unexpected_keys.add(name)
             elif name not in self.wanted:
-                self.shapes[name] = tuple(shapes[number] if layout is not None else self.tensors[name].shape)
-            self._origin(name, group.keys, bool(by))
-        self.routing.routes.append(Route(group.keys, tuple(names), layout, by, stock, is_carried))
+                self.shapes[name] = tuple(shapes.get(name, self.tensors[name].shape))
+            self._origin(name, route.keys, bool(route.by))
+        self.routing.routes.append(route)
 
     @torch.no_grad()
     def _run(self, layout: Converted, is_ours: bool, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -427,12 +414,11 @@ class _Router:
         values = self._cast(tensors, layout.target) if is_ours else tensors
         given = [values[key] for key in layout.stock]
         try:
-            made = convert(layout.transform, layout.operations, layout.target, layout.patterns, given, self.view)
+            return convert(layout, given, self.view)
         except Exception as error:  # in a thread of the load, which has no place for it
             if not is_ours:
                 raise
             raise failure(layout.transform, [layout.target], f"{type(error).__name__}: {error}") from error
-        return {name: single(tensor) for name, tensor in made.items()}
 
     def _cast(self, tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
         """The tensors in the type that a parameter will have, as transformers gives them to a conversion."""
@@ -440,23 +426,6 @@ class _Router:
             return dict(tensors)
         dtype = self.dtype(name)
         return {key: tensor.to(dtype) for key, tensor in tensors.items()}
-
-    def _lacking(self, group: Group) -> list[str]:
-        """The keys that the checkpoint should have besides, as far as the reverse of a converter shows."""
-        #: the name that the converter meets -> the key
-        renamed = {self.names.renamed(key): key for key in group.keys}
-        try:
-            whole = {name: self.tensors[name] for name in made_by_name(group.transform, group.first)}
-            expected = stock_revert(self.view, whole, [copy_transform(group.transform)])
-        except Exception:  # it may have none, and then nothing is known
-            return []
-        # In the names that the converter meets; the checkpoint's own may begin otherwise.
-        named, key = next(iter(renamed.items()))
-        alike = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(named), reversed(key), strict=False))
-        end = sum(1 for _ in alike)
-        head, own = named[: len(named) - end], key[: len(key) - end]
-        absent = sorted(expected.keys() - renamed.keys(), key=dot_natural_key)
-        return [own + name.removeprefix(head) if name.startswith(head) else name for name in absent]
 
     # --- fused parameters --------------------------------------------------------------------------------------------
 
@@ -466,7 +435,7 @@ class _Router:
         if before != keys and (is_ours or was_ours or name in self.wanted):
             others = [key for key in (*before, *keys) if key != name]
             as_it_is = "as it is" if name in (*before, *keys) else f"as {others.pop()}"
-            self.unfit.twice.append(f"{name} twice: {as_it_is}, and as {', '.join(others)}")
+            self.unfit["twice"].append(f"{name} twice: {as_it_is}, and as {', '.join(others)}")
 
     def _join(self) -> None:
         """Have fused parameters read from their parts."""
@@ -474,42 +443,37 @@ class _Router:
         at = {name: key for key, name in self.unused.items() if key in routing.rest}
         already = {name for layout in self.layouts for name in layout.fused} & at.keys()
         routing.is_runtime_layout = bool(already)
-        self.unfit.companions += self._companions({path for path, *_ in self.fused} if self.is_quantized else set())
         share(routing.rest, at, self.layouts)
         made = [layout.fused_shapes() for layout in self.layouts]
         shapes = {name: shape_of(part.source) for name, part in self.parts.items()}
-        read: list[tuple[int, list[_Part]]] = []
         for number, layout in enumerate(self.layouts):
+            prefix, placed = self.placed[number]
             found = [self.parts[name] for name in layout.stock if name in self.parts]
-            if not found:
-                routing.parts_of |= dict.fromkeys(layout.fused, layout.stock)
-                continue
-            if len(found) < len(layout.stock):
-                self.unfit.lacking += [name for name in layout.stock if name not in self.parts]
-                continue
             unfit = [
                 f"{name}: found {shapes[name]}, expected {shape}"
-                for name, part, shape in zip(layout.stock, found, layout.stock_shapes, strict=True)
-                if shapes[name] != shape and unknown.isdisjoint(part.keys)
+                for name, shape in zip(layout.stock, layout.stock_shapes, strict=True)
+                if name in shapes and shapes[name] != shape and unknown.isdisjoint(self.parts[name].keys)
             ]
-            if unfit:
-                self.unfit.misfits += unfit
+            if unfit or len(found) < len(layout.stock):
+                experts: dict[str, str] = {}
+                if isinstance(placed, Matrices) and (found or self.unfit["failed"]):  # or they are missing whole
+                    experts = keys_of_experts(prefix, placed, self.revert)
+                absent = [key for key in experts.values() if key not in self.checkpoint]
+                if 0 < len(absent) < len(experts):
+                    self.unfit["incomplete"] += absent
+                    continue
+                self.unfit["lacking"] += [name for name in layout.stock if found and name not in self.parts]
+                self.unfit["misfits"] += unfit
                 continue
             keys = tuple(dict.fromkeys(key for part in found for key in part.keys))
-            routing.routes.append(Route(keys, layout.fused, self.placed[number][1]))
+            routing.routes.append(Route(keys, tuple(layout.fused), placed))
             self.shapes |= zip(layout.fused, map(tuple, made[number]), strict=True)
-            read.append((number, found))
             if twice := already.intersection(layout.fused):
-                self.unfit.twice.append(f"{min(twice)} twice: as it is, and as {', '.join(keys)}")
-        read = read if self.dtype is not None else []
-        for number, found in read:
-            prefix, layout = self.placed[number]
-            own = self._one_by_one(prefix, layout, found[0]) if isinstance(layout, Matrices) else []
-            made_of = own or fused_sources(layout, [part.source for part in found])
-            routing.sources |= zip(self.layouts[number].fused, made_of, strict=True)
-        if already:
-            routing.parts_of = {}  # what such a checkpoint lacks, it lacks under its own names
-        routing.problem = self.unfit.error()
+                self.unfit["twice"].append(f"{min(twice)} twice: as it is, and as {', '.join(keys)}")
+            if self.dtype is not None:
+                own = self._one_by_one(prefix, placed, found[0]) if isinstance(placed, Matrices) else []
+                sources = own or fused_sources(placed, [part.source for part in found])
+                routing.sources |= zip(layout.fused, sources, strict=True)
 
     def _one_by_one(self, prefix: str, layout: Matrices, part: _Part) -> list[Any]:
         """What a checkpoint has for each layer of a layout that stock would stack first; none where it hasn't that."""
@@ -523,41 +487,48 @@ class _Router:
         part.source.group.expected.discard(part.source.name)
         return found
 
-    def _companions(self, quantized: AbstractSet[str]) -> list[str]:
-        """The keys of what a quantizer has put beside weights that are fused.
+    def _check_quantized(self, experts: Mapping[str, tuple[str, Layout]]) -> None:
+        """Note what a quantizer has written of weights that become others, and what it would read in full precision.
+
+        Beside its weights lie tensors that belong to the layer as it is (`SCB`, `weight_scale`). What it has left
+        alone is taken as ever.
 
         Args:
-            quantized: the paths of fused modules, if the checkpoint is quantized.
+            experts: the keys of those that are read as they are.
         """
+        keeps, is_quantized = keeps_quantized(self.quantizer), is_prequantized(self.quantizer)
         layers = {key.rpartition(".")[0] for part in self.parts.values() for key in part.keys}
-        return [
-            key
-            for key, renamed in self.unused.items()
-            if key in self.routing.rest
-            and (
-                _is_below(renamed, quantized)
-                # What is called weight or bias transformers ignores, where the model has no place for it.
-                or (_is_below(key, layers) and not key.endswith((".weight", ".bias")))
-            )
-        ]
+        fused = {path for path, *_ in self.fused} if is_quantized else set()
+        for key, name in self.unused.items():
+            # What is called weight or bias transformers ignores, where the model has no place for it.
+            is_companion = _is_below(key, layers) and not key.endswith((".weight", ".bias"))
+            if key in self.routing.rest and (is_companion or _is_below(name, fused)):
+                self.unfit["quantized"].append(key)
+        if not (keeps or (is_quantized and self.conversions.added)):
+            return
+        for layer, held in by_layer(key for key in self.checkpoint if key not in experts).items():
+            is_of_bytes = "weight" in held and dtype_of(self.checkpoint[held["weight"]]).startswith(_BYTES)
+            if is_of_bytes or held.keys() - {"weight", "bias"}:
+                found = self.names.follow(f"{layer}.weight")
+                if found.by or (keeps and found.name in self.wanted):
+                    self.unfit["quantized"] += held.values()
+        as_they_are = {target for target, _ in experts.values()}
+        for each in self.routing.routes if keeps else ():
+            targets = self.own.keys() & set(each.parameters) - as_they_are if each.layout is not None else ()
+            if any(is_quantized_tensor(self.own[target]) for target in targets):
+                self.unfit["unquantized"] += each.keys
 
     # --- what comes of it --------------------------------------------------------------------------------------------
 
     def _judge(self) -> None:
         routing = self.routing
+        routing.problem = unfit_error(self.unfit)
         for name, shape in self.shapes.items():
-            routing.missing.discard(name)
+            routing.missing_keys.discard(name)
             if name not in self.own:
-                routing.unexpected.add(name)
+                routing.unexpected_keys.add(name)
             elif tuple(shape) != tuple(self.own[name].shape):
-                routing.mismatched[name] = torch.Size(shape), self.own[name].shape
-        amiss = {*routing.missing, *routing.mismatched} if self.conversions.added else set()
-        for name in amiss.difference(ties(self.model)):
-            for added in self.conversions.added:
-                with suppress(Exception):  # it may have no reverse
-                    found = stock_revert(self.view, {name: self.own[name]}, [copy_transform(added.transform)])
-                    if name not in found:
-                        routing.made_of[name] = tuple(found)
+                routing.mismatched_keys.add((name, torch.Size(shape), self.own[name].shape))
 
 
 def share(rest: dict[str, Any], read: Mapping[str, str], layouts: Iterable[Layout]) -> None:

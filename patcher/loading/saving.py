@@ -30,7 +30,7 @@ from patcher.layouts.carried import Carrier, carriers, fused_modules, separated
 from patcher.layouts.layouts import lies_in_blocks
 from patcher.layouts.sharded import on_meta
 from patcher.layouts.transforms import describe, identity
-from patcher.loading.expert_names import named_as_in_checkpoint, reverted_from_scratch
+from patcher.loading.experts import named_as_in_checkpoint, reverted_from_scratch
 from patcher.loading.record import PatchRecord, record_of
 from patcher.loading.stock_view import carriers_in, from_scratch
 from patcher.patterns import compress, in_state_dict, inside
@@ -64,11 +64,7 @@ class SavePlan:
         return () if self.original_format or self.record is None else tuple(self.record.fusions)
 
     def saved_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The state dict as the stock model would save it.
-
-        Raises:
-            PatchedWeightsError: something in it can't be restored.
-        """
+        """The state dict as the stock model would save it."""
         moved: dict[str, str] = {}
         same: dict[str, str] = {}
         # The load of a quantized checkpoint has read such layers as they are, and run no conversion of stacks.
@@ -91,9 +87,6 @@ class SavePlan:
         """What `saved_state_dict` makes, without values: on the meta device this costs nothing.
 
         A tensor of a quantizer's own type is left as it is: by its type it says that it can't be taken apart.
-
-        Raises:
-            PatchedWeightsError: something in it can't be restored, or a conversion would change the model.
         """
         with torch.inference_mode(False), torch.no_grad():
             given = {key: on_meta(value) for key, value in state_dict.items()}
@@ -109,12 +102,12 @@ class SavePlan:
     def parts(self, names: Iterable[str]) -> list[tuple[SavePlan, list[str]]]:
         """The names of a state dict in parts that are saved independently of each other, in the order of a save.
 
-        A part is a numbered layer, a module that carries layouts, or a tensor; or several, if they are converted
-        together.
+        A part is a numbered layer, a module that carries layouts, or a tensor; or all, if several of these are
+        converted together.
         """
-        paths = {in_state_dict(each.path) for each in self.carrying}
+        names, paths = list(names), {in_state_dict(each.path) for each in self.carrying}
         if "" in paths or any(map(depends_on_others, self.conversions)):
-            return [(self, list(names))]
+            return [(self, names)]
 
         def head(name: str) -> str:
             heads = accumulate(name.split("."), "{}.{}".format)
@@ -131,19 +124,13 @@ class SavePlan:
         if self.order:
             places = {head(key): place for key, place in reversed(list(self.order.items()))}
             heads.sort(key=lambda each: places.get(each, len(self.order)))
-        ends, first = list(range(len(heads))), dict[str, int]()
-        if (together := reversed_together(self.conversions)) is not None:
-            for number, at in enumerate(heads):
-                stock = {n: layout.stock for each in carrying[at] for layout in each.all for n in layout.fused}
-                for name in dict.fromkeys(each for n in own[at] for each in stock.get(n, (n,))):
-                    if (group := together(name)) is not None:
-                        ends[first.setdefault(group, number)] = number
-        result, end = list[tuple[SavePlan, list[str]]](), -1
-        for number, at in enumerate(heads):
-            before, given = result.pop() if number <= end else (replace(self, carrying=()), [])
-            result.append((replace(self, carrying=(*before.carrying, *carrying[at])), [*given, *own[at]]))
-            end = max(end, ends[number])
-        return result
+        together, owners = reversed_together(self.conversions), dict[str, str]()
+        for at in heads if together is not None else ():
+            stock = {name: layout.stock for each in carrying[at] for layout in each.all for name in layout.fused}
+            groups = {together(each) for name in own[at] for each in stock.get(name, (name,))} - {None}  # type: ignore[misc]
+            if any(owners.setdefault(group, at) != at for group in groups):  # type: ignore[arg-type]
+                return [(self, names)]
+        return [(replace(self, carrying=tuple(carrying[at])), own[at]) for at in heads]
 
     def in_runtime_layout(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The state dict as another load reads the fused layout, among however many processes: rows part by part."""
@@ -155,21 +142,20 @@ class SavePlan:
                     (result[key],) = replace(layout, blocks=1).fuse(layout.separate([result[key]]))
         return result
 
-    def _view(self, state_dict: Mapping[str, torch.Tensor]) -> Any:
-        """The model for operations, which look at parameters: some of them it has in another form."""
-
-        def get_parameter(name: str) -> torch.Tensor:
-            return state_dict[name] if name in state_dict else self.model.get_parameter(name)
-
-        return ModelView(self.model, get_parameter=get_parameter)
-
     def _named(self, rest: dict[str, torch.Tensor], restored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Parameters and tensors of a checkpoint, both by the names that files have."""
         if not (self.conversions or restored or (self.record is not None and self.record.read)):
             return rest  # as transformers leaves what it has made: it sorts only what it has loaded
-        renamings = [each for each in self.conversions if isinstance(each, WeightRenaming)]
         if not self.conversions and not restored:
             return dict(sorted(rest.items(), key=lambda pair: dot_natural_key(pair[0])))
-        view = self._view(rest)
+
+        def get_parameter(
+            name: str,
+        ) -> torch.Tensor:  # at which operations look; the model may have another form of it
+            return rest[name] if name in rest else self.model.get_parameter(name)
+
+        view: Any = ModelView(self.model, get_parameter=get_parameter)
+        renamings = [each for each in self.conversions if isinstance(each, WeightRenaming)]
         result = stock_revert(view, rest, list(self.conversions)) | stock_revert(view, restored, renamings)
         return self.in_order(result) if self.order or restored else result
 
@@ -179,11 +165,7 @@ class SavePlan:
 
 
 def saved_state_dict(model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The state dict of a model as the stock model would save it.
-
-    Raises:
-        PatchedWeightsError: something in it can't be restored.
-    """
+    """The state dict of a model as the stock model would save it, or the error of `SavePlan.saved_state_dict`."""
     return plan_original_format(model).saved_state_dict(state_dict)
 
 
@@ -196,22 +178,21 @@ def plan_saving(
         PatchedWeightsError: a conversion can't be reversed; or the runtime layout was requested, and no fusion name
             describes it.
     """
+    if original_format:
+        plan = plan_original_format(model)
+        plan.shown(model.state_dict() if state_dict is None else state_dict)
+        return plan
     record = record_of(model)
-    if not original_format:
-        if record is not None:
-            _check_runtime_layout(model, record)
-        elif patched := carriers(model):
-            path, _, carried = patched[0]
-            what = "fused" if carried.layouts else "converted"
-            raise PatchedWeightsError(
-                f"{path} is {what}, and {type(model).__name__} around it was loaded without a patcher: "
-                "save_original_format=False would write what nothing can load. Save in the original format."
-            )
-        return SavePlan(model, record, original_format)
-    plan = plan_original_format(model)
-    given = model.state_dict() if state_dict is None else state_dict
-    plan.shown(given)
-    return plan
+    if record is not None:
+        _check_runtime_layout(model, record)
+    elif patched := carriers(model):
+        path, _, carried = patched[0]
+        what = "fused" if carried.layouts else "converted"
+        raise PatchedWeightsError(
+            f"{path} is {what}, and {type(model).__name__} around it was loaded without a patcher: "
+            "save_original_format=False would write what nothing can load. Save in the original format."
+        )
+    return SavePlan(model, record, original_format)
 
 
 def plan_original_format(model: PreTrainedModel) -> SavePlan:
@@ -235,7 +216,7 @@ def plan_original_format(model: PreTrainedModel) -> SavePlan:
 
 
 def _check_runtime_layout(model: PreTrainedModel, record: PatchRecord) -> None:
-    # Fusions that have a name are what a config can say.
+    """Raise for a model that isn't what the names of its fusions say, which are all that a config can say."""
     named = {identity(transform) for transform in record.fusion_transforms}
     transforms = [added.transform for route in record.routes for added in route.by]
     reasons = [describe(transform) for transform in transforms if identity(transform) not in named]
@@ -243,8 +224,18 @@ def _check_runtime_layout(model: PreTrainedModel, record: PatchRecord) -> None:
     reasons += [f"{fusion!r}, which no name describes" for fusion in record.fusions if not isinstance(fusion, str)]
     torn = [path for path, fusion in record.unfused.items() if fusion in record.fusions]
     reasons += [f"not fused, as others are: {path}" for path in compress(torn)]
-    reasons += [f"new: {key}" for key in compress(record.new_weights)]
-    reasons += _other_names(model, record)
+    new, without = set(record.new_weights), set[str]()
+    if replaced := tuple(inside(item.path) for item in record.replaced):
+        # Loaded by name, what only the stock form of a replaced module has would be random.
+        fused, stock = tuple(inside(item.path) for item in record.fused), skeleton(record.model_class, model.config)
+        own, expected = (
+            {key for key in each.state_dict() if key.startswith(replaced) and not key.startswith(fused)}
+            for each in (model, stock)
+        )
+        new |= set() if getattr(model, "hf_quantizer", None) else own - expected  # beside quantized weights lie others
+        without = expected - own
+    reasons += [f"new: {key}" for key in compress(sorted(new))]
+    reasons += [f"without {key}" for key in compress(sorted(without))]
     if not record.read:
         reasons += [describe(transform) for transform in record.added]
     if reasons:
@@ -254,25 +245,6 @@ def _check_runtime_layout(model: PreTrainedModel, record: PatchRecord) -> None:
             f"describes it.\n{listed}\n"
             "Save in the original format (the default), or express the layout as a fusion."
         )
-
-
-def _other_names(model: PreTrainedModel, record: PatchRecord) -> list[str]:
-    """What only the model or only its stock form has in the modules that a class mapping replaced.
-
-    Loaded by name, what only the stock form has would be random.
-    """
-    replaced = tuple(inside(item.path) for item in record.replaced)
-    if not replaced:
-        return []
-    fused = tuple(inside(item.path) for item in record.fused)
-    found, stock = (
-        {key for key in each.state_dict() if key.startswith(replaced) and not key.startswith(fused)}
-        for each in (model, skeleton(record.model_class, model.config))
-    )
-    only_here = set() if getattr(model, "hf_quantizer", None) else found - stock  # companions of quantized weights
-    return [f"new: {key}" for key in compress(sorted(only_here))] + [
-        f"without {key}" for key in compress(sorted(stock - found))
-    ]
 
 
 # --- a model that is partly on the disk ------------------------------------------------------------------------------
@@ -304,9 +276,11 @@ class OffloadedCheckpoint(dict[str, Any]):
             return value
         part, names, made = self._parts[key]
         if key not in made:
-            made |= part.saved_state_dict({name: self._own(part, name) for name in names})
+            own = {name: self._state_dict[name] for name in names}
+            made |= part.saved_state_dict({name: in_memory(part.model, name, value) for name, value in own.items()})
         return made.pop(key)
 
-    def _own(self, part: SavePlan, name: str) -> torch.Tensor:
-        tensor = self._state_dict[name]
-        return load_offloaded_parameter(part.model, name).contiguous() if tensor.is_meta else tensor
+
+def in_memory(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor of a model, read from the disk if they are there."""
+    return load_offloaded_parameter(model, name).contiguous() if tensor.is_meta else tensor

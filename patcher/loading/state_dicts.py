@@ -24,9 +24,9 @@ from patcher.layouts.carried import carriers, fused_modules, separated
 from patcher.layouts.conversion import made_by_name
 from patcher.layouts.either_layout import in_original_layout, is_in_original_layout
 from patcher.layouts.layouts import lies_in_blocks
-from patcher.layouts.selection import select_conversions
 from patcher.layouts.sharded import keep_pieces, split_like, whole
-from patcher.loading.expert_names import quantized_experts
+from patcher.layouts.transforms import select_conversions
+from patcher.loading.experts import quantized_experts
 from patcher.loading.record import PatchRecord, record_of
 from patcher.loading.routes import stock_parameters
 from patcher.loading.stock_view import carriers_in, stock_view

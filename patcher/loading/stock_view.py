@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from operator import methodcaller
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,8 +23,8 @@ from patcher.layouts.carried import Carrier, ModuleLayouts, carried_by, carriers
 from patcher.layouts.conversion import made_by_name
 from patcher.layouts.either_layout import carry
 from patcher.layouts.layouts import Layout, Rows
-from patcher.layouts.selection import converts, select_conversions
 from patcher.layouts.sharded import whole
+from patcher.layouts.transforms import converts, select_conversions
 from patcher.loading.record import PatchRecord, record_of
 from patcher.loading.routes import Conversions, Route, route, stock_tensors
 from patcher.patterns import compress, in_state_dict, inside, without_numbers
@@ -55,7 +56,7 @@ class StockView:
     def parts(self) -> Parts:
         """The parameters that only transformers has, and those of the patched model that hold their values."""
         return {
-            name: layout.fused
+            name: tuple(layout.fused)
             for each in self.carrying
             for layout in each.all
             for name in layout.stock
@@ -104,7 +105,13 @@ def carry_routes(model: PreTrainedModel, routes: Iterable[Route], replaced: Iter
         routes: those of conversions of patchers.
         replaced: the paths of the modules.
     """
-    for path, layouts in _by_module(_carried_layouts(routes), replaced).items():
+    paths = sorted(replaced, key=len, reverse=True)
+    by_module: dict[str, list[Layout]] = {}
+    for layout in _carried_layouts(routes):
+        own = (*layout.stock, *layout.fused)
+        path = next((path for path in paths if all(name.startswith(inside(path)) for name in own)), "")
+        by_module.setdefault(path, []).append(layout.named(methodcaller("removeprefix", inside(path))))
+    for path, layouts in by_module.items():
         module = model.get_submodule(path)
         carry(module, replace(carried_by(module) or ModuleLayouts(), converted=tuple(layouts)))
 
@@ -118,17 +125,6 @@ def _carried_layouts(routes: Iterable[Route]) -> list[Layout]:
         and each.layout is not None
         and (each.stock != each.parameters or type(each.layout) is not Rows)
     ]
-
-
-def _by_module(layouts: Iterable[Layout], replaced: Iterable[str]) -> dict[str, list[Layout]]:
-    """The layouts by the module that carries them: the replaced one that has all their names, or the model."""
-    paths = sorted(replaced, key=len, reverse=True)
-    by_module: dict[str, list[Layout]] = {}
-    for layout in layouts:
-        own = (*layout.stock, *layout.fused)
-        path = next((path for path in paths if all(name.startswith(inside(path)) for name in own)), "")
-        by_module.setdefault(path, []).append(layout.named(lambda name, path=path: name.removeprefix(inside(path))))  # type: ignore[misc]
-    return by_module
 
 
 def carriers_in(model: nn.Module) -> list[Carrier]:
@@ -209,9 +205,6 @@ def check_no_part_is_named(what: str, named: Iterable[str], parts: Parts) -> Non
     Args:
         what: the argument that names them.
         named: these parts.
-
-    Raises:
-        InvalidPatcherError: with the names to write in their place.
     """
     named = sorted(named)
     if not named:

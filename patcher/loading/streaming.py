@@ -15,7 +15,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -28,7 +27,6 @@ from transformers import PreTrainedModel
 
 from patcher.compat.conversions import dot_natural_key
 from patcher.compat.models import (
-    load_offloaded_parameter,
     named_modules,
     state_tensors,
     state_to_save,
@@ -38,7 +36,7 @@ from patcher.errors import InvalidPatcherError, PatchedWeightsError, warn
 from patcher.layouts.carried import is_quantized
 from patcher.layouts.sharded import keep_pieces, one_piece, split_like, whole
 from patcher.loading.integration import integrations
-from patcher.loading.saving import SavePlan, plan_original_format
+from patcher.loading.saving import SavePlan, in_memory, plan_original_format
 from patcher.loading.state_dicts import load_original_state_dict
 from patcher.patterns import compress, inside
 
@@ -137,7 +135,7 @@ def load_checkpoint_weights(
         PatchedWeightsError: tensors are missing, left over or of another shape.
         InvalidPatcherError: the model can't be written to in place: it is quantized, or partly on the disk.
     """
-    _Loading(_Checkpoint(model, "left out")).run(weights.items() if isinstance(weights, Mapping) else weights, strict)
+    _write(_Checkpoint(model, "left out"), weights.items() if isinstance(weights, Mapping) else weights, strict)
 
 
 class _Checkpoint:
@@ -145,7 +143,7 @@ class _Checkpoint:
 
     Attributes:
         model: the one of transformers.
-        merging: what merges an adapter into a tensor of the model, by the name of that.
+        merging: name of a tensor of the model -> what makes its module with an adapter merged, and its name there.
         own: the tensors of the state dict, without adapters, each under the name that is saved.
         tied: name that isn't saved -> the one under which its tensor is.
         parts: plans for parts of the model, in the order of a save, each with the names of its tensors.
@@ -165,7 +163,7 @@ class _Checkpoint:
                 "save them, so they have no checkpoint. Stream those of the model that isn't quantized."
             )
         keep_pieces(self.model)
-        self.merging: dict[str, Callable[[], torch.Tensor]] = {}
+        self.merging: dict[str, tuple[Callable[[], nn.Module], str]] = {}
         state = self._without_adapters(state_to_save(self.model), adapters, model)
         objects = {**state, **(held := state_tensors(self.model))}
         self.own = {name: state[name] for name in without_tied(self.model, state, held)}
@@ -193,19 +191,17 @@ class _Checkpoint:
                 f"{next(iter(adapted))} has an adapter, and adapters={adapters!r} doesn't say what becomes of it. "
                 'Write adapters="merged" for weights that compute what the model does, or adapters="left out".'
             )
-        if not adapted:
-            return state
         result: dict[str, Any] = {}
         for name, value in state.items():
-            path = next((path for path in accumulate(name.split("."), "{}.{}".format) if path in adapted), None)
-            if path is None:
+            heads = accumulate(name.split("."), "{}.{}".format) if adapted else ()
+            if (path := next((path for path in heads if path in adapted), None)) is None:
                 result[name] = value
                 continue
             module, merge = adapted[path]
             for each, tensor in state_tensors(module).items():
                 result[f"{path}.{each}"] = tensor
                 if merge is not None:
-                    self.merging[f"{path}.{each}"] = partial(_merged, merge, each)
+                    self.merging[f"{path}.{each}"] = merge, each
         return result
 
     def shown(self, plan: SavePlan, names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -238,13 +234,16 @@ class _Checkpoint:
                 del tensor  # before the next one is made
 
     def _read(self, name: str) -> torch.Tensor:
-        value = self.merging[name]() if name in self.merging else self.own[name]
+        value: torch.Tensor = self.own[name]
+        if name in self.merging:
+            merge, own = self.merging[name]
+            value = merge().state_dict()[own]
         if type(one_piece(value)) not in (torch.Tensor, nn.Parameter):
             return value  # of a quantizer
-        if isinstance(value, DTensor) or not value.is_meta:
-            found: torch.Tensor = whole(value.detach())
-            return found.contiguous() if isinstance(value, DTensor) else found
-        return load_offloaded_parameter(self.model, name).contiguous()
+        if isinstance(value, DTensor):
+            gathered: torch.Tensor = whole(value.detach())
+            return gathered.contiguous()
+        return in_memory(self.model, name, value.detach())
 
 
 class _Uncopied(TorchFunctionMode):
@@ -261,19 +260,8 @@ def _uncopied(plan: SavePlan, state_dict: Mapping[str, torch.Tensor]) -> dict[st
     return plan.saved_state_dict(state_dict)
 
 
-def _merged(make: Callable[[], nn.Module], name: str) -> torch.Tensor:
-    value: torch.Tensor = make().state_dict()[name]
-    return value
-
-
 def _model_of_transformers(model: nn.Module) -> PreTrainedModel:
-    """The model of transformers that a module is, or is around.
-
-    Raises:
-        InvalidPatcherError: there is none, or there are several.
-    """
-    if isinstance(model, PreTrainedModel):
-        return model
+    """The one model of transformers that a module is, or is around."""
     found: dict[str, PreTrainedModel] = {}
     for path, part in named_modules(model):
         if isinstance(part, PreTrainedModel) and not any(path.startswith(inside(around)) for around in found):
@@ -287,19 +275,14 @@ def _model_of_transformers(model: nn.Module) -> PreTrainedModel:
 
 
 class _Part:
-    """A part of a model that is written to.
-
-    Attributes:
-        shown: what it is saved as, on the meta device.
-        left: the names of these that have not come.
-        waiting: tensors that have come, and aren't views of what the model has.
-    """
+    """A part of a model that is written to."""
 
     def __init__(self, checkpoint: _Checkpoint, plan: SavePlan, names: list[str]) -> None:
         self.model, self.plan = checkpoint.model, plan
         self.own = {name: checkpoint.own[name] for name in names}
         self.shown = checkpoint.shown(plan, names)
-        self.left = set(self.shown)
+        self.left = set(self.shown)  # what has not come
+        #: tensors that have come, and aren't views of what the model has
         self.waiting: dict[str, torch.Tensor] = {}
         self._held: dict[str, torch.Tensor] = {}
         self._views: dict[str, torch.Tensor] = {}
@@ -324,11 +307,7 @@ class _Part:
             self.waiting[name] = tensor.clone()
 
     def close(self) -> None:
-        """Put back what was gathered, and convert what has waited.
-
-        Raises:
-            InvalidPatcherError: that can't be converted.
-        """
+        """Put back what was gathered, and convert what has waited."""
         for name, value in self._held.items():
             if isinstance(own := self.own[name], DTensor):
                 own.copy_(split_like(value, own))
@@ -339,73 +318,58 @@ class _Part:
         self.waiting, self._held, self._views = {}, {}, {}
 
 
-class _Loading:
-    """A stream that is written into a model, under way."""
-
-    def __init__(self, checkpoint: _Checkpoint) -> None:
-        self.tied = checkpoint.tied
-        self.parts = [_Part(checkpoint, *part) for part in checkpoint.parts]
-        self.part_of = {name: part for part in self.parts for name in part.shown}
-        _check_writable(checkpoint.model, checkpoint.own)
-
-    @torch.no_grad()
-    def run(self, weights: Iterable[tuple[str, torch.Tensor]], strict: bool) -> None:
-        """Write them, and judge them at the end."""
-        problems: dict[str, list[str]] = {"missing": [], "left over": [], "of another shape": [], "not as tied": []}
-        came: dict[str, str] = {}  # the name of what is tied -> the first of its names that has come
-        for name, tensor in weights:
-            saved = self.tied.get(name, name)
-            part = self.part_of.get(saved)
-            if part is None or (name not in part.left and name not in self.tied):
-                problems["left over"] += [name] * (name not in self.tied)
-                continue
-            part.left.discard(name)
-            shape, first = tuple(part.shown[saved].shape), came.setdefault(saved, name)
-            if tensor.shape != shape:
-                problems["of another shape"].append(f"{name}: found {tuple(tensor.shape)}, expected {shape}")
-            elif first == name:
-                part.write(saved, whole(tensor))
-            elif not torch.equal(held := part.current(saved), whole(tensor).to(held)):
-                problems["not as tied"].append(f"{name}: it is one with {first}, of which other values have come")
-            if not part.left:
-                part.close()
-        for part in self.parts:
+@torch.no_grad()
+def _write(checkpoint: _Checkpoint, weights: Iterable[tuple[str, torch.Tensor]], strict: bool) -> None:
+    """Write a stream into a model, and judge it at the end."""
+    parts, tied = [_Part(checkpoint, *part) for part in checkpoint.parts], checkpoint.tied
+    part_of = {name: part for part in parts for name in part.shown}
+    _check_writable(checkpoint.model, checkpoint.own)
+    problems: dict[str, list[str]] = {"missing": [], "left over": [], "of another shape": [], "not as tied": []}
+    came: dict[str, str] = {}  # the name of what is tied -> the first of its names that has come
+    for name, tensor in weights:
+        saved = tied.get(name, name)
+        part = part_of.get(saved)
+        if part is None or (name not in part.left and name not in tied):
+            problems["left over"] += [name] * (name not in tied)
+            continue
+        part.left.discard(name)
+        shape, first = tuple(part.shown[saved].shape), came.setdefault(saved, name)
+        if tensor.shape != shape:
+            problems["of another shape"].append(f"{name}: found {tuple(tensor.shape)}, expected {shape}")
+        elif first == name:
+            part.write(saved, whole(tensor))
+        elif not torch.equal(held := part.current(saved), whole(tensor).to(held)):
+            problems["not as tied"].append(f"{name}: it is one with {first}, of which other values have come")
+        if not part.left:
             part.close()
-        problems["missing"] = sorted((name for part in self.parts for name in part.left), key=dot_natural_key)
-        lines = [f"  {kind}: {each}" for kind, names in problems.items() for each in compress(names)]
-        if not lines:
-            return
-        text = "\n".join(
-            (
-                "These weights aren't those of the model's checkpoint. patcher.checkpoint_metadata(model) lists them.",
-                *lines,
-                "What fits has been written, so the model is neither what it was nor what was meant. Give it all "
-                "tensors of one checkpoint, or write strict=False if it is to keep the rest.",
-            )
-        )
-        if strict:
-            raise PatchedWeightsError(text)
-        warn(text)
+    for part in parts:
+        part.close()
+    problems["missing"] = sorted((name for part in parts for name in part.left), key=dot_natural_key)
+    lines = [f"  {kind}: {each}\n" for kind, names in problems.items() for each in compress(names)]
+    if not lines:
+        return
+    text = (
+        "These weights aren't those of the model's checkpoint. patcher.checkpoint_metadata(model) lists them.\n"
+        + "".join(lines)
+        + "What fits has been written, so the model is neither what it was nor what was meant. Give it all tensors of "
+        "one checkpoint, or write strict=False if it is to keep the rest."
+    )
+    if strict:
+        raise PatchedWeightsError(text)
+    warn(text)
 
 
 def _check_writable(model: PreTrainedModel, own: Mapping[str, Any]) -> None:
-    """Raise for a model that can't be written to in place.
-
-    Raises:
-        InvalidPatcherError: with the reason, and what can be done instead.
-    """
+    """Raise for a model that can't be written to in place."""
     held = [one_piece(value) for value in state_tensors(model).values() if not is_quantized(value)]
     storages = {local.untyped_storage().data_ptr() for local in held}
     for name, value in own.items():
         if not isinstance(value, torch.Tensor) or is_quantized(value):
-            reason = "is quantized"
-        elif (local := one_piece(value)).is_meta:
-            reason = "is on the disk, or nowhere yet"
-        elif local.untyped_storage().data_ptr() not in storages:
-            reason = "is made by its state_dict(), and no module holds it"
-        else:
-            continue
-        raise _not_written(name, model, reason)
+            raise _not_written(name, model, "is quantized")
+        if (local := one_piece(value)).is_meta:
+            raise _not_written(name, model, "is on the disk, or nowhere yet")
+        if local.untyped_storage().data_ptr() not in storages:
+            raise _not_written(name, model, "is made by its state_dict(), and no module holds it")
 
 
 def _not_written(name: str, model: PreTrainedModel, reason: str) -> InvalidPatcherError:

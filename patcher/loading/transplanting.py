@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher.compat.models import ORIGINAL, named_modules, named_parameters, state_tensors
 from patcher.errors import InvalidPatcherError
-from patcher.layouts.transforms import by_itself
+from patcher.layouts.layouts import by_itself
 from patcher.loading.unfusing import HOOKS
 from patcher.patterns import compress, inside
 
@@ -45,11 +45,7 @@ class Weights:
         self._at_place = {_place(each): each for each in self.own.values()}
 
     def give(self, path: str, module: nn.Module, old: nn.Module) -> None:
-        """Give a module its own; the others in what takes the place of `old` are given theirs one by one.
-
-        Raises:
-            InvalidPatcherError: nothing makes one of them, or it isn't known whether it is trained.
-        """
+        """Give a module its own; the others in what takes the place of `old` are given theirs one by one."""
         device = next((each.device for each in old.parameters()), None)
         for table in (module._parameters, module._buffers):
             for key, here in table.items():
@@ -92,14 +88,11 @@ def _place(tensor: torch.Tensor) -> Any:
 
 
 def keep_what_is_held(model: PreTrainedModel, base: PreTrainedModel, source: PreTrainedModel) -> None:
-    """Give modules of `source` what those of a model hold whose places they are to take.
+    """Give modules of `source` what those of a model hold whose places they are to take, or raise for what can't be.
 
     Args:
         base: a model constructed as `model` was, on the meta device.
         source: the model with the new modules, constructed in the same way with the same config.
-
-    Raises:
-        InvalidPatcherError: something would be lost; it says what, and names the first place.
     """
     for path in _outermost(model, source):
         try:
@@ -110,17 +103,13 @@ def keep_what_is_held(model: PreTrainedModel, base: PreTrainedModel, source: Pre
         for name in sorted(expected.keys() | olds.keys()):
             _check_as_constructed(name, olds.get(name), expected.get(name))
         for name, module in expected.items():
-            _move_attributes(name, olds[name], module, news.get(name))
+            _move_held(name, olds[name], module, news.get(name))
         for name, module in news.items():
             module.training = olds.get(name, old).training
 
 
 def transplant(model: PreTrainedModel, source: PreTrainedModel, weights: Weights) -> PreTrainedModel:
-    """The model with modules of `source` in the place of its own, after `keep_what_is_held`.
-
-    Raises:
-        InvalidPatcherError: a weight, or a tie, would be lost.
-    """
+    """The model with modules of `source` in the place of its own, after `keep_what_is_held`."""
     places: dict[nn.Module, list[str]] = {}
     owners: dict[int, set[tuple[nn.Module, str]]] = {}
     for path, module in named_modules(model):
@@ -183,33 +172,27 @@ def _check_as_constructed(name: str, module: nn.Module | None, base: nn.Module |
             raise _cannot(inside(name) + key, f"has the shape {own} (its config says {expected})", _FIRST)
 
 
-def _move_attributes(path: str, old: nn.Module, base: nn.Module, new: nn.Module | None) -> None:
+def _move_held(path: str, old: nn.Module, base: nn.Module, new: nn.Module | None) -> None:
     """Give a module the attributes and buffers that were changed on the one that it takes the place of."""
-    for key in sorted(vars(old).keys() | vars(base).keys()):
-        if key in _KEPT or key.startswith("_patcher"):
-            continue
+    for key in sorted({*vars(old), *vars(base), *old._non_persistent_buffers_set} - _KEPT):
         mine, theirs, here = (getattr(module, key, _MISSING) for module in (old, base, new))
         if isinstance(mine, PretrainedConfig):
             if new is not None and isinstance(here, PretrainedConfig):
                 new.__dict__[key] = mine  # some modules make a copy of that of the model
-        elif not _same(mine, theirs):
+        elif not key.startswith("_patcher"):
             is_method = isinstance(mine, MethodType) or callable(getattr(type(new), key, None))
-            if new is None or is_method or not _same(theirs, here):
-                raise _changed(path, key)
-            if mine is _MISSING:
+            is_changed = not _same(mine, theirs)
+            fits = new is not None and not is_method and _same(theirs, here)
+            if is_changed and not fits:
+                raise _cannot(inside(path) + key, "was changed since the model was constructed", _FIRST)
+            if new is None or not fits:
+                continue
+            if key in new._buffers:
+                new._buffers[key] = mine
+            elif is_changed and mine is _MISSING:
                 new.__dict__.pop(key, None)
-            else:
+            elif is_changed:
                 new.__dict__[key] = mine
-    for key in old._buffers.keys() & old._non_persistent_buffers_set:
-        mine, theirs = old._buffers[key], base._buffers.get(key)
-        if new is not None and key in new._buffers and _same(theirs, new._buffers[key]):
-            new._buffers[key] = mine
-        elif not _same(mine, theirs):
-            raise _changed(path, key)
-
-
-def _changed(path: str, key: str) -> InvalidPatcherError:
-    return _cannot(inside(path) + key, "was changed since the model was constructed", _FIRST)
 
 
 def _same(one: Any, other: Any, depth: int = 0) -> bool:

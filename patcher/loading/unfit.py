@@ -1,9 +1,8 @@
-"""What of a checkpoint doesn't fit the model that it is routed into, and the text of it."""
+"""What is said of a checkpoint that doesn't fit the model that it is routed into."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
 from transformers.core_model_loading import WeightTransform
 
@@ -12,63 +11,49 @@ from patcher.errors import PatchedWeightsError
 from patcher.layouts.transforms import describe
 from patcher.patterns import compress
 
+_LACKS = "Parameters of the patched model are made of tensors of which the checkpoint doesn't have all. It lacks:"
+#: What is wrong -> what is said before the tensors are listed, and what to do.
+_TEXTS = {
+    "quantized": (
+        "The checkpoint is quantized, and it has these quantized, of which the patcher makes others:",
+        "Fuse the full-precision checkpoint, and quantize that while it loads.",
+    ),
+    "unquantized": (
+        "The checkpoint is quantized, and it has these in full precision, of which the patcher makes layers that are "
+        "quantized then:",
+        "Fuse the full-precision checkpoint, and quantize that while it loads.",
+    ),
+    "failed": (
+        "Conversions of this load fail for weights that a fusion takes:",
+        "If the checkpoint is quantized, fuse the full-precision one, and quantize that while it loads.",
+    ),
+    "incomplete": (_LACKS, "Take a checkpoint that has them: transformers can't convert this one either."),
+    "lacking": (
+        _LACKS,
+        "Take a checkpoint that has them; or load this one without the patcher, which initialises them, save that, "
+        "and load it with the patcher.",
+    ),
+    "misfits": (
+        "Tensors that are joined don't have the shapes that the model has for them:",
+        "Take a checkpoint that fits the config; or load this one without the patcher, with "
+        "ignore_mismatched_sizes=True, save that, and load it with the patcher.",
+    ),
+}
 
-@dataclass(eq=False)
-class Unfit:
-    """What doesn't fit of the tensors that are joined.
 
-    Attributes:
-        twice: parameters that come from several places, and from which.
-        companions: keys of what a quantizer has put beside weights.
-        failed: why conversions of transformers raise.
-        lacking: what the checkpoint has only other parts of.
-        stock_lacks: the same, where transformers can't read the parts either.
-        misfits: parts of other shapes.
+def unfit_error(problems: Mapping[str, Sequence[str]]) -> PatchedWeightsError | None:
+    """The error for tensors that become others and can't: what is wrong -> keys, or lines that say it of each.
+
+    `twice` are parameters that come from several places, and from which; the others are those of the table above.
     """
-
-    twice: list[str] = field(default_factory=list)
-    companions: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    lacking: list[str] = field(default_factory=list)
-    stock_lacks: list[str] = field(default_factory=list)
-    misfits: list[str] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return any(vars(self).values())
-
-    def error(self) -> PatchedWeightsError | None:
-        """The error for all of it."""
-        lines = [f"The checkpoint holds {text}. Take one of them out." for text in self.twice[:3]]
-        if self.companions:
-            lines.append("The checkpoint is quantized: it has more than the weights that a fusion takes:")
-            lines += [f"  {key}" for key in compress(self.companions)[:5]]
-            lines.append("Fuse the full-precision checkpoint, and quantize that while it loads.")
-        if self.failed:
-            lines.append("Conversions of this load fail for weights that a fusion takes:")
-            lines += [f"  {reason}" for reason in dict.fromkeys(self.failed)][:5]
-            lines.append(
-                "If the checkpoint is quantized, fuse the full-precision one, and quantize that while it loads."
-            )
-        if lacking := dict.fromkeys([*self.lacking, *self.stock_lacks]):
-            lines.append(
-                "Parameters of the patched model are made of tensors of which the checkpoint doesn't have all. It "
-                "lacks:"
-            )
-            lines += [f"  {key}" for key in compress(sorted(lacking, key=dot_natural_key))]
-            lines.append(
-                "Take a checkpoint that has them: transformers can't convert this one either."
-                if self.stock_lacks
-                else "Take a checkpoint that has them; or load this one without the patcher, which initialises them, "
-                "save that, and load it with the patcher."
-            )
-        if self.misfits and not self.stock_lacks:
-            lines.append("Tensors that are joined don't have the shapes that the model has for them:")
-            lines += [f"  {line}" for line in self.misfits[:5]]
-            lines.append(
-                "Take a checkpoint that fits the config; or load this one without the patcher, with "
-                "ignore_mismatched_sizes=True, save that, and load it with the patcher."
-            )
-        return PatchedWeightsError("\n".join(lines)) if lines else None
+    lines = [f"The checkpoint holds {text}. Take one of them out." for text in problems.get("twice", ())[:3]]
+    for problem, (what, advice) in _TEXTS.items():
+        listed = list(dict.fromkeys(problems.get(problem, ())))
+        if problem not in ("failed", "misfits"):
+            listed = compress(sorted(listed, key=dot_natural_key))
+        if listed and not (problem == "failed" and problems.get("incomplete")):  # for that reason
+            lines += [what, *(f"  {line}" for line in listed[:10]), advice]
+    return PatchedWeightsError("\n".join(lines)) if lines else None
 
 
 def failure(transform: WeightTransform, targets: Sequence[str], reason: str) -> PatchedWeightsError:

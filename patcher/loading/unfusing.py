@@ -28,7 +28,7 @@ from patcher.errors import InvalidPatcherError
 from patcher.fusions.fused_module import FusedModule
 from patcher.layouts.carried import ModuleLayouts, fused_modules, is_quantized
 from patcher.layouts.either_layout import carry
-from patcher.layouts.transforms import by_itself
+from patcher.layouts.layouts import by_itself
 from patcher.loading.record import RECORD, PatchRecord, record_of
 from patcher.patterns import inside
 
@@ -49,9 +49,6 @@ def unfuse(model: nn.Module, wanted: Wanted, reason: str, replacements: Collecti
 
     Returns:
         The paths of the modules.
-
-    Raises:
-        InvalidPatcherError: the weights of one of them can't be taken apart.
     """
     fused = fused_modules(model)
     chosen = {id(module) for path, module, carried in fused if wanted(path, carried)}
@@ -75,8 +72,7 @@ def unfuse(model: nn.Module, wanted: Wanted, reason: str, replacements: Collecti
 
 def without(record: PatchRecord, paths: Collection[str], reason: str) -> PatchRecord:
     """A record of a model in which some modules aren't fused any more."""
-    fusions = {each.path: fusion for each in record.modules if (fusion := each.fusion) is not None}
-    gone = {path: fusion for path, fusion in fusions.items() if path in paths}
+    gone = {each.path: each.fusion for each in record.modules if each.fusion is not None and each.path in paths}
     return replace(
         record,
         modules=tuple(each for each in record.modules if each.path not in gone),

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights  # type: ignore[import-untyped]
@@ -15,30 +16,24 @@ from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import stock_conversions
 from patcher.compat.modeling_code import unrebound
-from patcher.compat.models import named_modules, original_class
-from patcher.construction.class_rules import ClassRules
+from patcher.compat.models import DisableTorchFunction, mark_original_class, named_modules, original_class
+from patcher.construction.class_rules import ClassRules, Match
 from patcher.construction.construction import Construction
-from patcher.construction.gates import building
+from patcher.construction.gates import building, cover_new_classes
 from patcher.construction.in_force import InForce
 from patcher.construction.lock import construction_lock
 from patcher.construction.meta_init import NoValues
+from patcher.construction.modules_by_path import rebuilt
 from patcher.display.shown import folded
 from patcher.errors import PatchConflictError
-from patcher.functions.models import (
-    NO_FUNCTIONS,
-    Functions,
-    find_functions,
-    full_name,
-    swap_functions,
-)
+from patcher.functions.models import NO_FUNCTIONS, Functions, find_functions, full_name, swap_functions
 from patcher.fusions.base import Fusion
-from patcher.fusions.families import fusion_named, name_or_fusion
+from patcher.fusions.families import fusion_named, is_builtin, name_or_fusion
 from patcher.fusions.finding import discover
-from patcher.fusions.fused_module import takes_modules
+from patcher.fusions.fused_module import FusedModule, fuse, fuse_all, takes_modules
 from patcher.layouts.carried import fused_weights
 from patcher.layouts.layouts import Layout
-from patcher.layouts.selection import select_conversions
-from patcher.layouts.transforms import describe
+from patcher.layouts.transforms import describe, select_conversions
 from patcher.spec.forward_of import shown_name
 from patcher.spec.patcher import Patcher
 
@@ -226,11 +221,68 @@ def resolve_standing(
 
 
 def replace_functions(construction: Construction, model: PreTrainedModel) -> None:
-    """Have the modules of a model call the replacements, before it is initialised and anything is fused.
-
-    Raises:
-        PatchConstructionError: a replacement doesn't fit a call, or a call can't be changed for one model alone.
-    """
+    """Have the modules of a model call the replacements, before it is initialised and anything is fused."""
     layers = tuple(tuple(entry.patcher.function_mapping.items()) for entry in construction.rules.entries)
     construction.functions = find_functions(model, layers) if any(layers) else NO_FUNCTIONS
     swap_functions(model, construction.functions)
+
+
+# --- fusions at work: while a model is built, what is fused is so in place, or built again ---------------------------
+
+
+def keep_arguments(construction: Construction) -> None:
+    """Have constructor arguments kept, if modules may be built again: of families that aren't ours it isn't known."""
+    patchers = [entry.patcher for entry in construction.rules.entries]
+    if any(each.module_mapping or not all(map(is_builtin, each.fusions)) for each in patchers):
+        construction.arguments = {}
+        cover_new_classes(construction.rules)
+
+
+def _resolved(construction: Construction, model: PreTrainedModel) -> Resolution:
+    """What is fused of a model whose modules are constructed."""
+    entries = construction.rules.entries
+    if construction.resolution is None and any(entry.patcher.fusions for entry in entries):
+        with DisableTorchFunction():  # nothing is made here, and each look at a tensor would pass through modes
+            construction.resolution = resolve_standing(entries, model, construction.functions)
+    return construction.resolution or NO_CHANGE
+
+
+def rebuild_fused_modules(construction: Construction, model: PreTrainedModel) -> None:
+    """Put modules of the fused classes in place of those that were built, before the model looks at its parts."""
+    if construction.arguments is None:
+        return
+    resolution = _resolved(construction, model)
+    fused: dict[int, nn.Module] = {}
+    # The outer ones first: building those builds what is inside of them once more.
+    for path in sorted(resolution.fusion_plan.rebuilt, key=lambda path: path.count(".")):
+        cls = resolution.fused[path]
+        parent_path, _, name = path.rpartition(".")
+        parent = model.get_submodule(parent_path)
+        module: Any = parent._modules.get(name)
+        if type(module) is cls:
+            continue  # of a part that was loaded separately
+        new = fused.get(id(module))
+        if new is None:
+            fusion = resolution.fusion_plan.by_path[path]
+            entry = next(each for each in construction.rules.entries if fusion in each.patcher.fusions)
+            match = Match(fusion, cls, entry, type(module), "fusions")
+            new = fused[id(module)] = rebuilt(construction, path, module, match)
+        parent._modules[name] = new
+
+
+def fuse_standing_modules(construction: Construction, model: PreTrainedModel) -> None:
+    """Fuse the constructed modules of a model: with initial values, or on the meta device in a load."""
+    resolution = _resolved(construction, model)
+    plan, classes, fusions = resolution.fusion_plan, resolution.fused, resolution.fusion_plan.by_path
+    modules = {path: model.get_submodule(path) for path in classes if path not in plan.rebuilt}
+    # Not those of a part that was loaded separately.
+    left = [path for path, module in modules.items() if unrebound(type(module)) is not classes[path]]
+    in_place = [path for path in left if issubclass(classes[path], FusedModule)]
+    fuse_all([(fusions[path], modules[path], classes[path], plan.layouts.get(path, ())) for path in in_place])
+    for path in left:
+        module = model.get_submodule(path)
+        if path not in in_place:
+            module = fuse(fusions[path], module, classes[path], plan.layouts.get(path, ()))
+            parent_path, _, name = path.rpartition(".")
+            model.get_submodule(parent_path)._modules[name] = module
+        mark_original_class(module, resolution.original_classes[path])

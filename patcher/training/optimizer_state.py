@@ -19,11 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from patcher.compat.models import named_parameters
 from patcher.errors import InvalidPatcherError, PatchedWeightsError
 from patcher.fusions.experts.matrices import Matrices
-from patcher.layouts.conversion import Converted
-from patcher.layouts.layouts import Cut, Flatten, Layout, Rows
-from patcher.layouts.operations import only_moves
+from patcher.layouts.conversion import Converted, only_moves
+from patcher.layouts.layouts import Cut, Flatten, Layout, Rows, by_itself
 from patcher.layouts.sharded import keep_pieces, split_like, whole
-from patcher.layouts.transforms import by_itself
 from patcher.loading.state_dicts import patched_models
 from patcher.loading.stock_view import carriers_in
 from patcher.patterns import compress, inside
@@ -190,12 +188,7 @@ class _Run:
     """
 
     def __init__(self, model: nn.Module, optimizer: optim.Optimizer) -> None:
-        """Find the names.
-
-        Raises:
-            InvalidPatcherError: what the optimizer does isn't known to be the same for parts.
-            PatchedWeightsError: it has parameters that the model hasn't.
-        """
+        """Find the names."""
         if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
             raise InvalidPatcherError(
                 "FullyShardedDataParallel makes flat pieces of parameters, of which the state of an original can't "
@@ -237,11 +230,7 @@ class _Run:
             )
 
     def in_transformers(self, found: Iterable[str]) -> list[str]:
-        """The names of the parameters of transformers, in order; those of the optimizer are to be among them.
-
-        Raises:
-            InvalidPatcherError: no conversion tells which of them some are.
-        """
+        """The names of the parameters of transformers, in order; those of the optimizer are to be among them."""
         known = self.first.keys() - {name for layout in self._made for name in layout.fused}
         known |= {name for layout in self._made for name in layout.stock}
         result: list[str] = []
@@ -279,9 +268,6 @@ def _converted(
 
     Args:
         where: what they are of, for errors.
-
-    Raises:
-        PatchedWeightsError: what is joined was trained differently.
     """
     result = {
         name: Record(each.options, {key: whole(value) for key, value in each.state.items()})

@@ -8,9 +8,8 @@ from itertools import accumulate
 from torch import nn
 
 from patcher.errors import InvalidPatcherError
-from patcher.layouts.conversion import Converted
+from patcher.layouts.conversion import Converted, ReversibleConcatenate
 from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
-from patcher.layouts.operations import ReversibleConcatenate
 from patcher.loading.stock_view import carriers_in
 
 
@@ -74,11 +73,7 @@ def fused_parameters(model: nn.Module) -> dict[str, tuple[Part, ...]]:
 
 
 def _parts(layout: Layout) -> tuple[Part, ...]:
-    """The parts of the parameter that a layout makes.
-
-    Raises:
-        InvalidPatcherError: they aren't slices of it.
-    """
+    """The parts of the parameter that a layout makes."""
     joined, shapes = ", ".join(layout.stock), layout.stock_shapes
     if lies_in_blocks(layout):
         raise InvalidPatcherError(

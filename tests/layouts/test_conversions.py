@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText, Concatenate, WeightConvert
 from transformers.core_model_loading import WeightRenaming
 
 from patcher import Patcher
-from patcher.layouts.selection import select_conversions
+from patcher.layouts.transforms import select_conversions
 from tests.support import shared
 from tests.support.replacements import JoinedAttention
 from tests.support.tiny import tiny_llava_config

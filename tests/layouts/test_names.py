@@ -9,7 +9,7 @@ from torch import nn
 from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, WeightTransform
 
 from patcher.layouts.names import Named, Names
-from patcher.layouts.selection import Added
+from patcher.layouts.transforms import Added
 
 LAYERS = 5
 #: which tensors a layer has, as stock, as one that joins two of them, and as one that calls one of them otherwise

@@ -371,26 +371,19 @@ def test_what_is_random_is_drawn_once(llama: Path) -> None:
         assert torch.equal(layer.mlp.kept, layer.mlp.noise * 3)
 
 
-def test_a_random_attribute_beside_a_new_weight_is_refused_and_the_advice_works(llama: Path) -> None:
+def test_a_random_attribute_is_that_of_the_new_weight_beside_it(llama: Path) -> None:
     class Drawing(OwnMLP):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             self.noise = torch.randn(4)
-            self.fixed = [torch.arange(3), {"inf": torch.full((2,), -torch.inf)}]
+            self.held = [torch.arange(3), {"noise": self.noise}]
             self.weight = nn.Parameter(self.noise * 2)
 
-    class Registering(OwnMLP):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.register_buffer("noise", torch.randn(4), persistent=False)
-            self.weight = nn.Parameter(self.noise * 2)
-
-    text = r"Drawing\.__init__ gives other values to the attribute 'noise' each time, .*: register it as a buffer"
-    with pytest.raises(PatchConstructionError, match=text):
-        LlamaForCausalLM.from_pretrained(llama, patcher=Patcher({"LlamaMLP": Drawing}, new_weights=r"mlp\.weight$"))
-    patcher = Patcher({"LlamaMLP": Registering}, new_weights=r"mlp\.weight$")
-    mlp: Any = LlamaForCausalLM.from_pretrained(llama, patcher=patcher).model.layers[0].mlp
-    assert torch.equal(mlp.weight, mlp.noise * 2)
+    patcher = Patcher({"LlamaMLP": Drawing}, new_weights=r"mlp\.weight$")
+    for layer in LlamaForCausalLM.from_pretrained(llama, patcher=patcher).model.layers:
+        mlp: Any = layer.mlp
+        assert torch.equal(mlp.weight, mlp.noise * 2)
+        assert torch.equal(mlp.weight, mlp.held[1]["noise"] * 2)
 
 
 def test_copies_of_a_new_part_are_new_as_well(llama: Path) -> None:

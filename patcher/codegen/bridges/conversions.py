@@ -40,8 +40,7 @@ from patcher.compat.conversions import (
 )
 from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.layouts import Flatten, Layout, Rows
-from patcher.layouts.selection import select_conversions
-from patcher.layouts.transforms import describe, identity
+from patcher.layouts.transforms import describe, identity, select_conversions
 from patcher.patterns import inside
 from patcher.source.indentation import dedented
 

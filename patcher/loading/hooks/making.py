@@ -19,8 +19,12 @@ from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.loading.findings import Diagnostics
 from patcher.loading.initial_values import keeping_computed
 from patcher.loading.load import check_stands, check_supported, finish_by_hand
-from patcher.resolution.fused_modules import fuse_standing_modules, keep_arguments, rebuild_fused_modules
-from patcher.resolution.resolution import replace_functions
+from patcher.resolution.resolution import (
+    fuse_standing_modules,
+    keep_arguments,
+    rebuild_fused_modules,
+    replace_functions,
+)
 from patcher.spec.fingerprints import check_built, check_pins
 from patcher.spec.patcher import Patcher
 

@@ -23,7 +23,7 @@ from patcher.compat.seams import Stock, not_called, seam
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.config import names_fusions, with_fusion_names
 from patcher.layouts.carried import carriers, fused_modules
-from patcher.layouts.selection import converts
+from patcher.layouts.transforms import converts
 from patcher.loading.integration import integrations
 from patcher.loading.layout_on_disk import check_place, remove_others, remove_weights
 from patcher.loading.new_weights import named_in_metadata, new_weights, sort_metadata

@@ -223,27 +223,6 @@ def a_value_of_a_weight(at: Place) -> Steps:
     assert not load(at.llama, instead_of_mlp(Zeros, new_weights="delta")).model.layers[0].mlp.delta.any()
 
 
-class Drawn(LlamaMLP):
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.noise = torch.randn(3)
-        self.scale = nn.Parameter(self.noise * 2)
-
-
-class DrawnAsBuffer(LlamaMLP):
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.register_buffer("noise", torch.randn(3))
-        self.scale = nn.Parameter(self.noise * 2)
-
-
-@advice("each time, and it is called twice where the checkpoint lacks weights: register it as a buffer")
-def a_random_attribute_beside_new_weights(at: Place) -> Steps:
-    yield lambda: load(at.llama, instead_of_mlp(Drawn, new_weights="scale"))
-    for layer in load(at.llama, instead_of_mlp(DrawnAsBuffer, new_weights="scale")).model.layers:
-        assert torch.equal(layer.mlp.scale, layer.mlp.noise * 2)
-
-
 class Taught(LlamaMLP):
     """Has a model in it, which it loads itself or is given."""
 
