@@ -99,13 +99,15 @@ def discover(fusion: Fusion, model: PreTrainedModel) -> Findings:
         if not patterns or any(matches_path(pattern, path) for pattern in patterns)
     }
     decisions = fusion.decisions(modules, surroundings)
-    reasons, kinds = dict[str, str](), dict[str, Any]()
+    # One step after the other for all modules, so that a load doesn't alternate between files.
+    reasons = {
+        path: decision.refusal or unlike_parts(decision.layouts, modules[path]) for path, decision in decisions.items()
+    }
+    reasons = {path: reason for path, reason in reasons.items() if reason}
+    accepted = {path: decision for path, decision in decisions.items() if path not in reasons}
+    kinds = {path: (original_of(modules[path]), decision.recipe) for path, decision in accepted.items()}
     classes: dict[Any, type[nn.Module] | str] = {}
-    for path, decision in decisions.items():
-        if reason := decision.refusal or unlike_parts(decision.layouts, modules[path]):
-            reasons[path] = reason
-            continue
-        kind = kinds[path] = original_of(modules[path]), decision.recipe
+    for path, kind in kinds.items():
         if kind not in classes:
             try:
                 classes[kind] = fused_class(fusion, *kind)
