@@ -20,7 +20,7 @@ from torch import nn
 from patcher.fusions.looks import code_of, looks, member
 from patcher.source.alike import of_code
 from patcher.source.call_sites import positional_parameters
-from patcher.source.indentation import dedented
+from patcher.source.texts import dedented
 
 #: Wrappers of transformers that pass on what they are given: one moves weights of the module, the other looks for a
 #: kernel that computes the same.

@@ -40,8 +40,7 @@ from patcher.fusions.methods import Method, NotUnderstoodError, names_in, self_o
 from patcher.fusions.sharing import Form, called_parts
 from patcher.source.call_sites import positional_parameters
 from patcher.source.edits import Edit, Text, applied
-from patcher.source.indentation import indented
-from patcher.source.synthetic import module_of_text
+from patcher.source.texts import indented, module_of_text
 
 #: Modules of rewritten code live below this name, in `sys.modules` and in tracebacks.
 HOME = "patcher.fusions.rewritten"

@@ -43,7 +43,7 @@ from patcher.layouts.layouts import Flatten, Layout, Rows
 from patcher.layouts.selection import select_conversions
 from patcher.layouts.transforms import describe, identity
 from patcher.patterns import inside
-from patcher.source.indentation import dedented
+from patcher.source.texts import dedented
 
 if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig
