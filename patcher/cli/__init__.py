@@ -13,7 +13,7 @@ import typer
 
 from patcher.cli import commands
 from patcher.cli.codegen import app as codegen
-from patcher.source.from_text import imported_from_text
+from patcher.source.importing import imported_from_text
 
 __all__ = ["app", "main"]
 

@@ -151,7 +151,7 @@ def _generate(config: PatchSpec, options: dict[str, Any], label: str, written: d
     from patcher.codegen.files.checker import changed_originals
     from patcher.codegen.files.writer import diff_path, final_text, output_folder, unified_diff, write_generated
     from patcher.codegen.generation.generator import build
-    from patcher.source.differences import diff_of
+    from patcher.source.texts import diff_of
 
     folder = output_folder(config, options["output_dir"])
     path = folder / config.target_file

@@ -20,7 +20,7 @@ from torch import nn
 from patcher.fusions.lookups import code_of, lookups, member
 from patcher.source.alike import of_code
 from patcher.source.call_sites import positional_parameters
-from patcher.source.indentation import dedented
+from patcher.source.texts import dedented
 
 #: Wrappers of transformers that pass on their arguments: one moves weights, the other may call an equivalent kernel.
 _PASS_THROUGH = {

@@ -21,8 +21,8 @@ from patcher.codegen.config import PatchConfig
 from patcher.compat import standing_alone
 from patcher.errors import CodegenError
 from patcher.fusions.patch_embeddings import LinearPatchEmbedding
-from patcher.source.indentation import indented, moved
 from patcher.source.reading import Location, read_source, start_line, unwrap
+from patcher.source.texts import indented, moved
 
 #: Members that only pickle an object.
 _PICKLING = frozenset({"__reduce__", "__reduce_ex__"})

@@ -25,7 +25,7 @@ from patcher.integrations import install
 from patcher.loading.record import record_of
 from patcher.patterns import compress
 from patcher.resolution.resolution import Resolution, resolve_in_force
-from patcher.source.indentation import dedented
+from patcher.source.texts import dedented
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
 

@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from patcher.source.indentation import indent_of
 from patcher.source.reading import Definition, start_line
 from patcher.source.scopes import inner_blocks
+from patcher.source.texts import indent_of
 
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _NAMED = re.compile(r"(?:async\s+)?(?:def|class)[\s\\]+")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from patcher.errors import CodegenError, calling_frame
-from patcher.source.indentation import dedented, indent_of
+from patcher.source.texts import dedented, indent_of
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

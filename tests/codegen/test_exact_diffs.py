@@ -7,7 +7,7 @@ import re
 
 from hypothesis import example, given, settings, strategies as st
 
-from patcher.source.differences import diff_of
+from patcher.source.texts import diff_of
 
 NEWLINES = st.sampled_from(["\n", "\r\n", "\r", "\x0c", "\u2028", ""])
 LINES = st.sampled_from(["", "x", "y", "-- x", "++ x", "\\ No newline at end of file", " ", "@@ -1 +1 @@", "é"])

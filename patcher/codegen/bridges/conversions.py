@@ -42,7 +42,7 @@ from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.layouts import Flatten, Layout, Rows
 from patcher.layouts.transforms import describe, identity, select_conversions
 from patcher.patterns import inside
-from patcher.source.indentation import dedented
+from patcher.source.texts import dedented
 
 if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig

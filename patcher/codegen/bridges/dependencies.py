@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from patcher.codegen.generation.surroundings import absolute_name
 from patcher.compat import standing_alone
 from patcher.compat.modeling_code import unrebound
-from patcher.source.indentation import dedented
 from patcher.source.reading import Source, caller, file_tree, read_source, unwrap
 from patcher.source.scopes import free_names, imported_names, modules_under
+from patcher.source.texts import dedented
 
 if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig

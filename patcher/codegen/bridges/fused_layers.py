@@ -29,9 +29,9 @@ from patcher.fusions.patch_embeddings import LinearPatchEmbedding
 from patcher.fusions.rewrite import class_text
 from patcher.source.decorators import replaced_methods
 from patcher.source.edits import Edit, Text, applied
-from patcher.source.indentation import dedented, indent_of
 from patcher.source.reading import start_line
 from patcher.source.scopes import top_level
+from patcher.source.texts import dedented, indent_of
 
 if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig

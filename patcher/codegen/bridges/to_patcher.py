@@ -20,7 +20,7 @@ from patcher.codegen.spec import Patch, PatchSpec
 from patcher.errors import CodegenError
 from patcher.integrations import install
 from patcher.source.scopes import bound_names, top_level
-from patcher.source.synthetic import module_of_text
+from patcher.source.texts import module_of_text
 from patcher.spec.patcher import Patcher
 
 #: In the name of every executed module.

@@ -16,10 +16,10 @@ from patcher.codegen.generation.header import config_path, made_by
 from patcher.codegen.generation.provenance import Provenance, recorded
 from patcher.codegen.spec import PatchSpec
 from patcher.errors import CodegenError
-from patcher.source.canonical import NOTHING
-from patcher.source.differences import diff_of
+from patcher.source.definitions import NOTHING
 from patcher.source.modules import load
 from patcher.source.reading import Location
+from patcher.source.texts import diff_of
 
 
 @dataclass(frozen=True)

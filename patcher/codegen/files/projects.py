@@ -16,13 +16,13 @@ from types import ModuleType
 
 from patcher.codegen.spec import PatchSpec
 from patcher.errors import CodegenError
-from patcher.source import from_text
-from patcher.source.from_text import TextLoader, imported_from_text, is_current
+from patcher.source import importing
+from patcher.source.importing import TextLoader, imported_from_text, is_current
 from patcher.source.modules import read_python
 from patcher.source.reading import Location
 
 SUFFIX = "_patch_gen_config.py"
-_IMPORTING = {__file__, importlib.__file__, from_text.__file__}
+_IMPORTING = {__file__, importlib.__file__, importing.__file__}
 _SKIPPED = {"node_modules", "__pycache__", "site-packages"}
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from patcher.codegen.generation.generator import Generated, build
 from patcher.codegen.spec import PatchSpec
 from patcher.errors import CodegenError
-from patcher.source.differences import diff_of
 from patcher.source.modules import load
 from patcher.source.reading import Location
+from patcher.source.texts import diff_of
 
 
 def write(

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from patcher.codegen.spec import PatchKind, PatchSpec
 from patcher.errors import CodegenError
-from patcher.source.indentation import dedented
 from patcher.source.modules import SourceModule
 from patcher.source.reading import Definition, Location, Source, file_tree, parsed, start_line
 from patcher.source.scopes import (
@@ -20,6 +19,7 @@ from patcher.source.scopes import (
     undefined_names,
     used_too_early,
 )
+from patcher.source.texts import dedented
 
 _BLOCK = "the text given to add_post_import_block"
 

@@ -11,10 +11,10 @@ from patcher.codegen.generation.provenance import Provenance
 from patcher.codegen.spec import External, Patch, PatchKind
 from patcher.errors import CodegenError
 from patcher.source.edits import Edit, Place, Text, applied
-from patcher.source.indentation import dedented, moved
 from patcher.source.reading import Definition, Location, Source, own_decorators, start_line
 from patcher.source.renaming import renaming
 from patcher.source.scopes import free_names
+from patcher.source.texts import dedented, moved
 
 RULE = "# " + "=" * 70
 

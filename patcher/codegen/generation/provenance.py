@@ -11,8 +11,7 @@ from pathlib import Path
 
 from patcher.codegen.generation.header import DIFFERS, config_path
 from patcher.codegen.spec import Patch, PatchSpec
-from patcher.source.canonical import NOTHING, fingerprint
-from patcher.source.definitions import find
+from patcher.source.definitions import NOTHING, find, fingerprint
 from patcher.source.reading import Location
 from patcher.source.scopes import bound_names
 

@@ -1,8 +1,13 @@
-"""Source moved to the left and to the right. What is inside of a string is text, and stays."""
+"""Texts of source: moved to the left and to the right, compared, and made into modules."""
 
 from __future__ import annotations
 
 import ast
+import difflib
+import io
+import linecache
+import sys
+from types import ModuleType
 
 _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -68,3 +73,37 @@ def indented(source: str) -> str:
         SyntaxError: it isn't Python.
     """
     return moved(source, "", "    ", docstrings=False)
+
+
+def diff_of(old: str, new: str, old_name: str, new_name: str, context: int = 3) -> str:
+    """A unified diff that keeps every character, as `git apply` takes it; empty where the texts are the same.
+
+    >>> print(diff_of("one\\ntwo", "one\\n2\\n", "a", "b"), end="")
+    --- a
+    +++ b
+    @@ -1,2 +1,2 @@
+     one
+    -two
+    \\ No newline at end of file
+    +2
+    """
+    before, after = (io.StringIO(text, newline="\n").readlines() for text in (old, new))
+    lines = difflib.unified_diff(before, after, old_name, new_name, n=context)
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+
+
+def module_of_text(name: str, text: str, file: str) -> ModuleType:
+    """A module in `sys.modules` that has a source and has not been run.
+
+    >>> import inspect
+    >>> module = module_of_text("made_up", "x = 1\\n", "<made up>")
+    >>> exec(inspect.getsource(module), vars(module))
+    >>> module.x
+    1
+    """
+    module = ModuleType(name)
+    module.__file__, module.__package__ = file, name.rpartition(".")[0]
+    # Without a time of change linecache keeps it for good.
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    sys.modules[name] = module
+    return module
