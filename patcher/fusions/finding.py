@@ -99,13 +99,15 @@ def discover(fusion: Fusion, model: PreTrainedModel) -> Findings:
         if not patterns or any(matches_path(pattern, path) for pattern in patterns)
     }
     decisions = fusion.decisions(modules, surroundings)
-    reasons, kinds = dict[str, str](), dict[str, Any]()
+    # Step by step for all modules, not module by module.
+    reasons = {
+        path: reason
+        for path, decision in decisions.items()
+        if (reason := decision.refusal or unlike_parts(decision.layouts, modules[path]))
+    }
+    kinds = {path: (original_of(modules[path]), decisions[path].recipe) for path in decisions if path not in reasons}
     classes: dict[Any, type[nn.Module] | str] = {}
-    for path, decision in decisions.items():
-        if reason := decision.refusal or unlike_parts(decision.layouts, modules[path]):
-            reasons[path] = reason
-            continue
-        kind = kinds[path] = original_of(modules[path]), decision.recipe
+    for path, kind in kinds.items():
         if kind not in classes:
             try:
                 classes[kind] = fused_class(fusion, *kind)
