@@ -99,13 +99,13 @@ def discover(fusion: Fusion, model: PreTrainedModel) -> Findings:
         if not patterns or any(matches_path(pattern, path) for pattern in patterns)
     }
     decisions = fusion.decisions(modules, surroundings)
-    # One step after the other for all modules, so that a load doesn't alternate between files.
+    # Step by step for all modules, not module by module.
     reasons = {
-        path: decision.refusal or unlike_parts(decision.layouts, modules[path]) for path, decision in decisions.items()
+        path: reason
+        for path, decision in decisions.items()
+        if (reason := decision.refusal or unlike_parts(decision.layouts, modules[path]))
     }
-    reasons = {path: reason for path, reason in reasons.items() if reason}
-    accepted = {path: decision for path, decision in decisions.items() if path not in reasons}
-    kinds = {path: (original_of(modules[path]), decision.recipe) for path, decision in accepted.items()}
+    kinds = {path: (original_of(modules[path]), decisions[path].recipe) for path in decisions if path not in reasons}
     classes: dict[Any, type[nn.Module] | str] = {}
     for path, kind in kinds.items():
         if kind not in classes:
