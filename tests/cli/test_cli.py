@@ -386,7 +386,7 @@ WRONG: list[tuple[str, list[str], str]] = [
     (
         "no patcher",
         ["diff", "FOLDER"],
-        r"diff needs to know what .*by one or more of --preset NAME",
+        r"diff needs a patcher, by one or more of --preset NAME",
     ),
     ("fusion", ["plan", "FOLDER", "--fusion", "qkw"], r"'qkw' isn't a fusion; did you mean 'qkv'"),
     (
