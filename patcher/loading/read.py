@@ -123,7 +123,9 @@ def _as_it_is(model: PreTrainedModel, checkpoint: Mapping[str, Any], mapping: li
     known = {key: with_model_prefix(key, model, own) for key in checkpoint}
     names = {key if name in own else rename(key)[0]: key for key, name in known.items()}
     weights = {name: checkpoint[key] for name, key in names.items()}
-    routing = route(model, weights, Conversions())
+    # A base model takes the names of a model with a head, and the other way round.
+    placed = {with_model_prefix(name, model, own): tensor for name, tensor in weights.items()}
+    routing = route(model, placed, Conversions())
     routing.rest, routing.sources, routing.is_runtime_layout = weights, {}, True
     layouts = [layout for each in fused_modules(model) for layout in each.fused]
     if any(map(lies_in_blocks, layouts)):
