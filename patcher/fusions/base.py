@@ -100,7 +100,7 @@ class Fusion:
         raise NotImplementedError
 
     def refusal(self, module: nn.Module) -> str:
-        """Why `is_fusable` is False, for the report. Called for modules that `target_modules_patterns` match."""
+        """Why a module can't be fused, for the report. Called for modules that the patterns match."""
         return "is_fusable() is False"
 
     def layouts(self, module: nn.Module) -> Iterable[Layout]:
@@ -141,7 +141,7 @@ class Fusion:
     def decide(self, path: str, module: nn.Module, surroundings: Surroundings) -> Decision | None:
         """Decide about the module at a path of the model; None where the family doesn't apply to it.
 
-        Calls `is_fusable`, `refusal`, `layouts` and `recipe`, if it isn't overridden.
+        Unless overridden, it calls the methods above.
         """
         patterns = self.target_modules_patterns
         if patterns and not any(search(pattern, path) for pattern in patterns):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import patcher
-from patcher.compat.seams import Seam, seams_in
+from patcher.compat.seams import Seam, find, seams_in
 from patcher.integrations import INTEGRATIONS
 from tests.support import fresh
 from tests.support.imports import modules_of
@@ -47,7 +47,7 @@ def test_there_are_few_seams_and_each_is_there() -> None:
     assert len({seam.place for seam in found}) == len(found) <= 30
     for seam in found:
         __import__(seam.module)
-        owner, name = seam.find()
+        owner, name = find(seam.place, *seam.parameters)
         assert hasattr(getattr(owner, name), "__wrapped__"), seam.place
         brought_by = {module for modules in INTEGRATIONS.values() for module in modules}
         assert seam.function.__module__.startswith("patcher.loading.hooks.") or seam.module in brought_by
