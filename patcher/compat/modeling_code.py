@@ -31,9 +31,8 @@ def unrebound(made: T) -> T:
 def subclasses(root: type[M], is_meant: Callable[[type[M]], bool] = lambda cls: True) -> list[type[M]]:
     """Every live subclass that is meant, each once, without those that were made of others for one model."""
     found, chosen = [root], dict[type[M], None]()
-    for (
-        cls
-    ) in found:  # which grows. One pass, for every load under a patcher asks, and looking into a class takes long
+    # One pass over a list that grows: every load under a patcher asks, and looking into a class takes long.
+    for cls in found:
         found += type.__subclasses__(cls)
         if is_meant(cls) and REBOUND not in cls.__dict__ and STANDS_FOR not in cls.__dict__:
             chosen[cls] = None

@@ -131,9 +131,10 @@ class _Weights:
         if torn := self._torn():
             return torn
         if self.absent or self.left_over:
-            stock, layouts = stock_routing(), [layout for each in fused_modules(self.model) for layout in each.fused]
-            if self.routing.is_runtime_layout:  # what that lacks, it lacks under its own names
-                layouts = []
+            stock = stock_routing()
+            # What a runtime layout lacks, it lacks under its own names.
+            fused = () if self.routing.is_runtime_layout else fused_modules(self.model)
+            layouts = [layout for each in fused for layout in each.fused]
             parts_of = {name: layout.stock for layout in layouts for name in layout.fused}
             self.absent = {key for key in self.absent if not stock.absent.issuperset(parts_of.get(key, (key,)))}
             self.left_over -= stock.unexpected_keys

@@ -149,9 +149,8 @@ class SavePlan:
         if not self.conversions and not restored:
             return dict(sorted(rest.items(), key=lambda pair: dot_natural_key(pair[0])))
 
-        def get_parameter(
-            name: str,
-        ) -> torch.Tensor:  # at which operations look; the model may have another form of it
+        # Operations look at it; the model may have another form of it.
+        def get_parameter(name: str) -> torch.Tensor:
             return rest[name] if name in rest else self.model.get_parameter(name)
 
         view: Any = ModelView(self.model, get_parameter=get_parameter)

@@ -272,8 +272,7 @@ def _machine(model: Any) -> str:
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), name)
-    threads = torch.get_num_threads()
-    return f"{name}, {threads} thread{'' if threads == 1 else 's'}"
+    return f"{name}, {pluralize(torch.get_num_threads(), 'thread')}"
 
 
 def as_python(patcher: Patcher) -> str:

@@ -175,14 +175,14 @@ def hooked(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]], *, before: boo
 
 
 @contextmanager
-def noting_calls(model: nn.Module, reached: set[str] | None) -> Iterator[None]:
+def noting_calls(model: nn.Module, reached: set[str]) -> Iterator[None]:
     """Add the paths of the modules that are called, and of those that they are in, under each of their names."""
 
     def note(path: str, *_: object) -> None:
-        if reached is not None and path not in reached:
+        if path not in reached:
             reached.update(accumulate(path.split("."), "{}.{}".format), [""])
 
-    modules = () if reached is None else model.named_modules(remove_duplicate=False)
+    modules = model.named_modules(remove_duplicate=False)
     with hooked((module, partial(note, path)) for path, module in modules):
         yield
 

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from patcher.compat.models import TransformersKwargs, cache_argument
+from patcher.display.shown import pluralize
 from patcher.verification.comparing import Pair, Reference
 from patcher.verification.passes import AFTER, Pass, differences, parameters_of
 
@@ -85,7 +86,7 @@ def text_passes(model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Pass]
         in_a_row += [text(f"padded on the {side}", ids[1:], mask[1:]) for side, (ids, mask) in sides.items()]
     for length in _LENGTHS:
         if length < limit:
-            yield text(f"a row of {length} token{'s' if length > 1 else ''}", first[:, :length])
+            yield text(f"a row of {pluralize(length, 'token')}", first[:, :length])
     for count, ids in batches.items():
         yield text(f"a batch of {count}", ids[:, :limit])
     yield replace(short, title="calls one after another", calls=tuple(in_a_row))
