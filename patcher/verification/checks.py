@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -54,22 +54,13 @@ WINDOW = 16
 NEW_TOKENS = 5
 
 
-class Inputs(NamedTuple):
-    """The runs of both models.
-
-    Attributes:
-        runs: all, by name.
-        chosen: those that reach layers that texts don't reach: images, sounds, inner models by themselves.
-        references: results of the stock model with all layers, for the simplest texts and the chosen runs.
-    """
-
-    runs: dict[str, Pass]
-    chosen: list[Pass]
-    references: list[Reference]
-
-    def named(self, *names: str) -> list[Pass]:
-        """Return the runs of these names, else the chosen ones."""
-        return [self.runs[name] for name in names if name in self.runs] or self.chosen
+#: The stages in their order, which are methods of `Run`; those of `quick=True`; those that fail with wrong outputs.
+STAGES = (
+    *("load", "outputs", "arguments", "recorded", "windows", "precision", "generation", "gradients", "training"),
+    *("weights", "save", "reload"),
+)
+QUICK = ("load", "outputs", "weights")
+_REPEATING = ("arguments", "recorded", "generation", "gradients", "training")
 
 
 @dataclass(eq=False)
@@ -118,7 +109,8 @@ class Run:
         """Run one stage."""
         try:
             with torch.no_grad():
-                return STAGES[name](self)
+                stage: Stage = getattr(self, name)()
+                return stage
         except NoInputsError as error:  # what wasn't compared doesn't pass
             text = "stock runs on none of the inputs that were tried"
             return Stage(name, False, message=f"{text}; the first error: {error}")
@@ -176,18 +168,29 @@ class Run:
         return Pair(stock, self._load(sides[1], **more), self.mine.name)
 
     @cached_property
-    def inputs(self) -> Inputs:
+    def inputs(self) -> tuple[dict[str, Pass], list[Reference], list[Reference]]:
+        """All runs by name; and results with all layers, of simple texts, and of the runs that reach other layers."""
         stock, reached = self.stock, set[str]()
         processor = processor_of(self.theirs.folder, self.theirs.options)
         texts = {run.name: run for run in text_passes(stock, token_rows(stock, processor, self.seed))}
         with recording_calls(stock, reached):
-            simple = [texts.pop(name) for name in FEW if name in texts]
-            references = list(self.pair.references(simple, few=False))
+            simple = list(self.pair.references([texts.pop(name) for name in FEW if name in texts], few=False))
         chosen = chosen_passes(stock, processed(stock, processor), reached)
-        runs = {reference.run.name: reference.run for reference in references} | (texts if references else {})
         others = list(self.pair.references(chosen, few=False))
-        chosen = [reference.run for reference in others]
-        return Inputs(runs | {run.name: run for run in chosen}, chosen, references + others)
+        return self._by_name(simple) | (texts if simple else {}) | self._by_name(others), simple, others
+
+    def _by_name(self, references: Iterable[Reference]) -> dict[str, Pass]:
+        return {reference.run.name: reference.run for reference in references}
+
+    @property
+    def chosen(self) -> dict[str, Pass]:
+        """The runs that reach layers that texts don't reach: images, sounds, inner models by themselves."""
+        return self._by_name(self.inputs[2])
+
+    def named(self, *names: str) -> list[Pass]:
+        """Return the runs of these names, else the chosen ones."""
+        runs, *_ = self.inputs
+        return [runs[name] for name in names if name in runs] or list(self.chosen.values())
 
     # --- stages
 
@@ -204,15 +207,15 @@ class Run:
         return Stage("load", True, tuple((what, float(count)) for what, count in figures.items() if count))
 
     def outputs(self) -> Stage:
-        runs, chosen, references = self.inputs
+        runs, simple, others = self.inputs
         self.floor = self._stock_against_stock()
-        texts = [run for name, run in runs.items() if name not in FEW and run not in chosen]
+        texts = [run for name, run in runs.items() if name not in FEW and name not in self.chosen]
         reached: set[str] = set()
         in_order = chain(  # failures on simple inputs are reported first
-            (reference for reference in references if reference.run not in chosen),
+            simple,
             self.pair.references(run for run in texts if run.name != CHUNKS and not self.quick),
             self.pair.references((run for run in texts if run.name == CHUNKS), few=self.quick),
-            (reference for reference in references if reference.run in chosen),
+            others,
         )
         with recording_calls(self.pair.ours, reached):
             stage = self.pair.compare("outputs", in_order, self.tolerance)
@@ -221,7 +224,7 @@ class Run:
         if missed and stage.passed:  # what wasn't compared doesn't pass
             text = f"no input that was tried reaches {', '.join(compress(missed))}, so it wasn't compared"
             return replace(stage, passed=False, message=text)
-        for run in self.inputs.named("a short row")[:1] if stage.passed and not self.quick else ():
+        for run in self.named("a short row")[:1] if stage.passed and not self.quick else ():
             layers = layer_errors(self.pair.ours, self.stock, run.results, run.name, self.tolerance, right=True)
             stage = replace(stage, layers=layers)
         return stage
@@ -230,12 +233,11 @@ class Run:
         """Return the difference of eager attention and sdpa, relative to the magnitude of the outputs."""
         if "attn_implementation" in self.theirs.options or self.allowed is not None:
             return None
-        runs, chosen, references = self.inputs
+        runs, simple, _ = self.inputs
         long = [runs["a long row"]] if "a long row" in runs and (self.dtype in HALVES or not self.quick) else []
         gaps: list[float] = []
         try:
-            texts = [reference for reference in references if reference.run not in chosen]
-            texts += self.pair.references(long)
+            texts = [*simple, *self.pair.references(long)]
             with eager(self.stock, "attn") as changes:
                 for run, expected, few in texts if changes else ():
                     with self.pair.layers(few):
@@ -245,8 +247,8 @@ class Run:
         return max(gaps, default=None)
 
     def arguments(self) -> Stage:
-        bases = self.inputs.named("a batch of 2")[:1]
-        whole = [run for run in self.inputs.chosen if not run.path and run.method == "forward"]
+        bases = self.named("a batch of 2")[:1]
+        whole = [run for run in self.chosen.values() if not run.path and run.method == "forward"]
         bases += [run for run in whole if run not in bases][:1]
         references = {one.run.name: one for base in bases for one in reactions(self.pair, base)}
         self.labelled = [one.run for one in references.values() if "labels" in one.run.arguments][:1]
@@ -261,10 +263,9 @@ class Run:
             with suppress(UncheckedError):  # a model in memory, or one without eager attention
                 # Loaded anew: some models read it once, when they are constructed or first run.
                 pair, prefix = self._pair(attn_implementation="eager"), "eager attention, "
-        others = [run.name for run in self.inputs.chosen]
-        bases = [run for run in self.inputs.named("a short row", *others) if run.method == "forward"]
+        bases = [run for run in self.named("a short row", *self.chosen) if run.method == "forward"]
         recorded = [run for base in bases for run in recording(pair.stock, base)]
-        plain = self.inputs.named("a short row", "a padded batch", CHUNKS, *others)
+        plain = self.named("a short row", "a padded batch", CHUNKS, *self.chosen)
         runs = dict.fromkeys([*plain, *recorded])
         return pair.compare("recorded", pair.references(runs), self.tolerance, prefix)
 
@@ -273,44 +274,36 @@ class Run:
         if not windows:
             raise UncheckedError(f"the config has no window of more than {WINDOW} tokens")
         pair = self._pair(windows)
-        runs = self.inputs.named("a row of 128 tokens", "a padded batch", STEPS, CHUNKS)
+        runs = self.named("a row of 128 tokens", "a padded batch", STEPS, CHUNKS)
         changed = ", ".join(f"{name}={size}" for name, size in windows.items())
         return pair.compare("windows", pair.references(runs, few=False), self.tolerance, f"{changed}, ")
 
     def precision(self) -> Stage:
-        names = ("a row of 128 tokens", "a padded batch", *(run.name for run in self.inputs.chosen))
-        passes = self.inputs.named(*names)
+        passes = self.named("a row of 128 tokens", "a padded batch", *self.chosen)
         return precision_stage(self.pair, lambda half: self._pair(dtype=half), self.by_class, passes, self.dtype)
 
     def generation(self) -> Stage:
         """Compare logits while both follow the tokens of the stock model, since ties may be decided either way."""
         stock = self.stock
-        texts = [run for run in self.inputs.named("a padded batch", "a short row") if "input_ids" in run.arguments]
+        texts = [run for run in self.named("a padded batch", "a short row") if "input_ids" in run.arguments]
         if not texts or not stock.can_generate():
             raise UncheckedError("the model generates nothing from text")
         prompt = fitted({name: texts[0].arguments.get(name) for name in ("input_ids", "attention_mask")}, stock)
-        options: dict[str, Any] = {
-            "max_new_tokens": NEW_TOKENS,
-            "do_sample": False,
-            "eos_token_id": None,
-            "disable_compile": True,
-        }
+        prompt |= {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "disable_compile": True}
         try:
-            tokens = stock.generate(**prompt, **options).tolist()
+            tokens = stock.generate(**prompt).tolist()
         except Exception as error:
             raise UncheckedError(f"stock raises {error_text(error)}") from None
-        options |= {"prefix_allowed_tokens_fn": lambda row, ids: [tokens[row][len(ids)]]}
-        options |= {"output_logits": True, "return_dict_in_generate": True}
-        run = Pass("generate", prompt | options, title=f"{NEW_TOKENS} tokens after {texts[0].name}")
+        prompt |= {"prefix_allowed_tokens_fn": lambda row, ids: [tokens[row][len(ids)]]}
+        prompt |= {"output_logits": True, "return_dict_in_generate": True}
+        run = Pass("generate", prompt, title=f"{NEW_TOKENS} tokens after {texts[0].name}")
         return self.pair.compare("generation", self.pair.references([run], few=False), self.tolerance)
 
     def gradients(self) -> Stage:
-        runs = self.inputs.named("a short row")[:1]
-        return self.pair.compare("gradients", learned(self.pair, runs), self.tolerance)
+        return self.pair.compare("gradients", learned(self.pair, self.named("a short row")[:1]), self.tolerance)
 
     def training(self) -> Stage:
-        names = ("a padded batch", "a batch of 5", "a row of 128 tokens", *(run.name for run in self.inputs.chosen))
-        passes = self.inputs.named(*names)[:4] + self.labelled
+        passes = self.named("a padded batch", "a batch of 5", "a row of 128 tokens", *self.chosen)[:4] + self.labelled
         return training_stage(self.pair, self._pair, passes, self.by_class, self.tolerance)
 
     def save(self) -> Stage:
@@ -351,33 +344,11 @@ class Run:
         patcher = Patcher(dropped_weights=new) if new else None
         side = Side(self.theirs.cls or type(self.stock), self.scratch / "patched", options, patcher)
         pair = Pair(self.stock, unpatched(partial(self._load, side)), "stock")
+        _, simple, others = self.inputs
         # One text is enough: wrong weights change the outputs for any.
-        _, chosen, references = self.inputs
-        few = [reference for reference in references if reference.run.name == FEW[0] or reference.run in chosen]
-        stage = pair.compare("reload", few or references, TOLERANCES[self.dtype])
+        stage = pair.compare("reload", [*simple[:1], *others], TOLERANCES[self.dtype])
         text = f"stock computes something else with what was saved: {stage.message}"
         return stage if stage.passed else replace(stage, message=text)
-
-
-#: The stages, in their order.
-STAGES: dict[str, Callable[[Run], Stage]] = {
-    "load": Run.load,
-    "outputs": Run.outputs,
-    "arguments": Run.arguments,
-    "recorded": Run.recorded,
-    "windows": Run.windows,
-    "precision": Run.precision,
-    "generation": Run.generation,
-    "gradients": Run.gradients,
-    "training": Run.training,
-    "weights": Run.weights,
-    "save": Run.save,
-    "reload": Run.reload,
-}
-#: Stages that fail whenever the outputs are wrong.
-_REPEATING = ("arguments", "recorded", "generation", "gradients", "training")
-#: The stages of `quick=True`.
-QUICK = ("load", "outputs", "weights")
 
 
 def stages_of(names: Iterable[str] | None, quick: bool) -> tuple[str, ...]:
