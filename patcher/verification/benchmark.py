@@ -236,6 +236,9 @@ def benchmark(
     for value in patchers:
         if not isinstance(value, Patcher):
             raise not_a_patcher("benchmark(model, {})", value)
+    limit: Any = seconds
+    if not isinstance(limit, int | float) or not limit > 0:
+        raise InvalidPatcherError(f"seconds={limit!r} is not a positive number; write benchmark(..., seconds=60).")
     install()
     parts = requested("measure", MEASURES if measures is None else measures, MEASURES)
     started = time.perf_counter()

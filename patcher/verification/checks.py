@@ -25,7 +25,15 @@ from patcher.loading.record import record_of
 from patcher.loading.saving import saved_state_dict
 from patcher.patterns import compress
 from patcher.spec.patcher import Patcher
-from patcher.verification.comparing import Pair, Reference, Stage, UncheckedError, error_text, requested
+from patcher.verification.comparing import (
+    Pair,
+    Reference,
+    Stage,
+    UncheckedError,
+    differing_modules,
+    error_text,
+    requested,
+)
 from patcher.verification.inputs import NoInputsError, chosen_passes, processed, processor_of
 from patcher.verification.layers import layer_errors
 from patcher.verification.modules import HALVES, eager, learned, precision_stage, training_stage
@@ -77,7 +85,9 @@ class Run:
     allowed: float | None = None  # replaces the tolerance of the dtype
     stock: Any = None
     pair: Pair = field(init=False)  # set by the stage "load"
-    patched: set[str] = field(default_factory=set)  # the paths of replaced and fused modules
+    replaced: int = 0  # the number of replaced and fused modules
+    patched: set[str] = field(default_factory=set)  # the paths of these, and of others with another code
+    missed: tuple[str, ...] = ()  # those that no input reached
     by_class: list[str] = field(default_factory=list)  # one of these for each pair of classes
     calling: int = 0  # the number of modules that call replaced functions
     floor: float | None = None
@@ -200,7 +210,7 @@ class Run:
         self.pair = Pair(self.stock, ours, self.mine.name)
         record = record_of(ours)
         modules = {item.path: (item.original, item.replacement) for item in (record.modules if record else ())}
-        self.patched = set(modules)
+        self.replaced, self.patched = len(modules), {*modules, *differing_modules(self.stock, ours)}
         self.by_class = list({classes: path for path, classes in reversed(modules.items())}.values())
         self.calling = sum(unrebound(type(module)) is not type(module) for module in ours.modules())
         figures = {"modules replaced": len(modules), "modules that call replaced functions": self.calling}
@@ -220,9 +230,9 @@ class Run:
         with recording_calls(self.pair.ours, reached):
             stage = self.pair.compare("outputs", in_order, self.tolerance)
         self.failing = self.pair.failing
-        missed = sorted(self.patched - reached)
-        if missed and stage.passed:  # what wasn't compared doesn't pass
-            text = f"no input that was tried reaches {', '.join(compress(missed))}, so it wasn't compared"
+        self.missed = tuple(compress(sorted(self.patched - reached))) if stage.passed else ()
+        if self.missed:  # what wasn't compared doesn't pass
+            text = f"no input that was tried reaches {', '.join(self.missed)}, so it wasn't compared"
             return replace(stage, passed=False, message=text)
         for run in self.named("a short row")[:1] if stage.passed and not self.quick else ():
             layers = layer_errors(self.pair.ours, self.stock, run.results, run.name, self.tolerance, right=True)

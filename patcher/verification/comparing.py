@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import statistics
 from collections import OrderedDict
@@ -19,9 +20,11 @@ from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import GradientCheckpointingLayer
 from patcher.errors import InvalidPatcherError, did_you_mean
 from patcher.expressions import search
+from patcher.fusions.methods import functions_of
 from patcher.layouts.carried import CARRIED
 from patcher.loading.record import record_of
 from patcher.patterns import compress
+from patcher.source.alike import of_code
 from patcher.verification.layers import LayerErrors, layer_errors
 from patcher.verification.passes import GRADIENT, Difference, Pass, difference, differences
 
@@ -252,6 +255,35 @@ def _agreement(results: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     if one.shape != other.shape or other.dim() < 2 or not other.numel():
         return []
     return [(one.argmax(-1) == other.argmax(-1)).float().mean()]
+
+
+# --- modules that run other code
+
+
+def differing_modules(stock: nn.Module, ours: nn.Module) -> Iterator[str]:
+    """Yield the paths at which the modules of two models run other code, or have other parameters or children."""
+    theirs = dict(stock.named_modules())
+    results: dict[tuple[type, type], bool] = {}
+    for path, module in ours.named_modules():
+        if (other := theirs.get(path)) is None:
+            continue  # of a module that has other children
+        classes = type(other), type(module)
+        names = [(*part._modules, *part._parameters) for part in (other, module)]
+        if classes not in results:
+            results[classes] = classes[0] is not classes[1] and _code_of(classes[0]) != _code_of(classes[1])
+        if results[classes] or names[0] != names[1] or vars(module).get("forward") is not vars(other).get("forward"):
+            yield path
+
+
+def _code_of(cls: type[nn.Module]) -> dict[str, Any]:
+    """Return the code of the methods of a class, and of the functions that these use by a global name."""
+    result: dict[str, Any] = {}
+    for name, function in functions_of(cls).items():
+        code = of_code(function.__code__)
+        used = (function.__globals__.get(used_name) for used_name in code.global_names)
+        codes = [of_code(item.__code__).does for item in map(inspect.unwrap, filter(inspect.isfunction, used))]
+        result[name] = code.does, codes
+    return result
 
 
 # --- representative layers

@@ -213,7 +213,8 @@ def _sounds(config: Any, accepted: Container[str], generator: torch.Generator) -
     mels = _size(audio, "num_mel_bins", "feat_extract_dim", "input_feat_per_channel", "input_dim", default=80)
     decoder = _only({"decoder_input_ids": torch.randint(3, 100, (2, 6), generator=generator)}, accepted)
     if "input_features" in accepted:
-        for shape in ((2, mels, 128), (2, 64, mels), (2, 128, mels), (2, 64, 160)):
+        whole = 2 * _size(audio, "max_source_positions", default=64)  # a convolution halves the length
+        for shape in dict.fromkeys([(2, mels, 128), (2, mels, whole), (2, 64, mels), (2, 128, mels), (2, 64, 160)]):
             sound = {"input_features": torch.randn(shape, generator=generator)} | decoder
             yield sound
             for length in (shape[-1], shape[1]):

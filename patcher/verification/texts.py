@@ -139,8 +139,10 @@ def _english(tokenizer: Any, length: int) -> list[list[int]]:
 
     texts = [topics[name].split("\n", 3)[-1] for name in ("assert", "while", "lambda")]
     texts = [(text * (1 + 6 * length // len(text)))[: 6 * length] for text in texts]
-    rows = [tokenizer(text, add_special_tokens=False)["input_ids"][:length] for text in texts]
-    return rows if all(len(row) == length for row in rows) else []
+    with suppress(Exception):  # it takes other inputs, or doesn't know a character
+        rows = [tokenizer(text, add_special_tokens=False)["input_ids"][:length] for text in texts]
+        return rows if all(len(row) == length for row in rows) else []
+    return []
 
 
 def parts_of(config: PretrainedConfig, path: str = "") -> Iterator[tuple[str, PretrainedConfig]]:

@@ -293,7 +293,7 @@ def _verification(run: Run, names: Iterable[str], patcher: str) -> Verification:
     started = time.perf_counter()
     stages = tuple(run.stages(names))
     guilty = None
-    if run.mine.patcher is not None and not all(stage.passed for stage in stages):
+    if run.mine.patcher is not None and not run.missed and not all(stage.passed for stage in stages):
         run.step("which member it is")
         guilty = guilty_of(run, run.mine.patcher, stages)
     return Verification(
@@ -301,7 +301,7 @@ def _verification(run: Run, names: Iterable[str], patcher: str) -> Verification:
         checkpoint=run.theirs.place,
         patcher=patcher,
         dtype=str(run.dtype).removeprefix("torch."),
-        replaced=len(run.patched),
+        replaced=run.replaced,
         calling=run.calling,
         floor=run.floor,
         stages=stages,

@@ -209,6 +209,9 @@ def test_arguments_are_checked(llama: Path) -> None:
         benchmark(llama)
     with pytest.raises(InvalidPatcherError, match=r"benchmark takes a patcher\.Patcher, found \('qkv',\)"):
         benchmark(llama, ("qkv",))  # type: ignore[arg-type]
+    for seconds in (0, -1.0, "x"):
+        with pytest.raises(InvalidPatcherError, match=r"not a positive number; write benchmark\(\.\.\., seconds=60"):
+            measured(llama, NOTHING, seconds=seconds)
     with pytest.raises(InvalidPatcherError, match="there is no such measure; they are load, memory, prefill"):
         measured(llama, NOTHING, measures=["speed"])
     with pytest.raises(InvalidPatcherError, match="stock can't be run on inputs="):

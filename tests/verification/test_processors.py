@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from patcher.verification.inputs import NoInputsError, chosen_passes, processed, processor_of
+from patcher.verification.texts import token_rows
 from tests.support.tiny import build_tiny, save_tiny, tiny_llava_config
 from tests.verification.models import VIT, WHISPER
 
@@ -80,3 +81,10 @@ def test_where_nothing_lies_beside_it_inputs_are_guessed(tmp_path: Path) -> None
     assert processor_of(VIT, {}) is None
     (arguments,) = passes_of(build_tiny(VIT, model_class=ViTForImageClassification), tmp_path)
     assert arguments["pixel_values"].shape == (2, 3, 16, 16)
+
+
+def test_of_a_tokenizer_that_takes_no_english_ids_are_drawn() -> None:
+    model = build_tiny(tiny_llava_config())
+    tokens = Tokenizer(WordLevel({"<pad>": 0}))  # without a token for unknown words
+    rows = token_rows(model, PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="<pad>"), seed=0)
+    assert rows == token_rows(model, None, seed=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -10,16 +11,16 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import nn
-from transformers import Concatenate, LlamaForCausalLM, WeightConverter
+from transformers import Concatenate, EsmForMaskedLM, LlamaForCausalLM, WeightConverter
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from patcher import InvalidPatcherError, Patcher, Verification, compare, verify
 from tests.support.offloaded import DEVICE_MAPS
 from tests.support.replacements import JOINED, OWN, JoinedMLP
 from tests.support.sampling import sampled
-from tests.support.tiny import tiny_bert_config, tiny_llama_config, tiny_llava_config
-from tests.verification.models import LLAMA, T5, VIT, WHISPER
-from tests.verification.plainly_wrong import WRONG_ORDER
+from tests.support.tiny import build_tiny, tiny_bert_config, tiny_llama_config, tiny_llava_config
+from tests.verification.models import ESM, LLAMA, T5, VIT, WHISPER
+from tests.verification.plainly_wrong import WRONG_ORDER, NeverCalled
 
 RIGHT: dict[str, tuple[Any, Patcher, set[str]]] = {
     "a class": (tiny_llama_config(), OWN, {"windows"}),
@@ -212,6 +213,27 @@ def test_two_models_in_memory_are_compared_and_stay_as_they_are(llama: Path, opt
     saved = {"weights", "save", "reload"}
     assert {text.partition(":")[0] for text in told.failures} == {"outputs", *saved.intersection(stages_of(told))}
     assert told.stages[1].layers.begins == "model.layers.1.mlp.down_proj"
+
+
+def test_what_no_input_reaches_is_not_the_same_without_a_patcher_too() -> None:
+    """Of two models, of which nothing says what was patched: their code does. It isn't a fault of the patcher."""
+    stock, same, other = (build_tiny(ESM, model_class=EsmForMaskedLM) for _ in range(3))
+    other.load_state_dict(stock.state_dict())
+    same.load_state_dict(stock.state_dict())
+    head: Any = other.esm.contact_head
+    head.forward = lambda *args: None
+    assert compare(stock, same, quick=True).passed
+    assert compare(stock, other, quick=True).failures == (
+        "outputs: no input that was tried reaches esm.contact_head, so it wasn't compared",
+    )
+    found = verify(ESM, Patcher({"EsmContactPredictionHead": NeverCalled}), quick=True)
+    assert (found.passed, found.guilty) == (False, None)
+
+
+def test_a_sound_of_the_length_that_the_config_says() -> None:
+    config = copy.deepcopy(WHISPER)
+    config.max_source_positions = 100
+    verify(config, Patcher(fusions=["siblings"]), quick=True).raise_on_failure()
 
 
 def test_how_far_models_may_be_apart_can_be_said(llama: Path) -> None:
