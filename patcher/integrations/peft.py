@@ -96,6 +96,7 @@ class _Targets:
         self.parameters = tuple(settings.get("target_parameters") or ())
         self.modules_to_save = [name for name in settings.get("modules_to_save") or () if isinstance(name, str)]
         self.patterns = [*(settings.get("rank_pattern") or ()), *(settings.get("alpha_pattern") or ())]
+        self.all_biases = settings.get("bias") == "all"  # trained and saved with the adapter, by their names
         self.in_state_dict: set[str] | None = None
         if state_dict is not None:
             prefix = PEFT_TYPE_TO_PREFIX_MAPPING[config.peft_type]
@@ -129,6 +130,8 @@ class _Targets:
             return True
         paths = {path, *layers, *(path[: dot.start()] for dot in re.finditer(r"\.", path))}
         if any(module.endswith(name) for module in paths for name in self.modules_to_save):
+            return True
+        if self.all_biases and any("bias" in name for name in names):  # as PEFT finds them
             return True
         if any(matches(rf"(.*\.)?({pattern})", layer) for layer in layers for pattern in self.patterns):
             return True

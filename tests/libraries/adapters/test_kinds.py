@@ -11,8 +11,10 @@ import torch
 from peft import PeftModel, TaskType, get_peft_model
 
 from patcher import Patcher
+from tests.support import shared
 from tests.support.adapters import SEVEN, assert_close, base, tensors_of
 from tests.support.comparing import logits
+from tests.support.tiny import tiny_llama_config
 
 # What kinds say of themselves.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -128,3 +130,18 @@ def test_one_that_changes_the_base_is_converted_to_one_that_does_not(start: str,
         expected = outputs(model)
         for onto in (FUSED, None):
             assert_close(outputs(loaded(base(llama, patcher=onto), folder / "plain")), expected)
+
+
+def test_biases_that_are_trained_with_it_have_the_names_of_stock(tmp_path: Path) -> None:
+    """`bias="all"` names every bias of the model, also of layers that the adapter doesn't target."""
+    folder = shared.checkpoint(tiny_llama_config(mlp_bias=True, attention_bias=True))
+    settings = peft.LoraConfig(target_modules=["down_proj"], bias="all", task_type="CAUSAL_LM")
+    model = get_peft_model(base(folder, patcher=FUSED), settings)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "bias" in name:
+                parameter.add_(1.0)
+    model.save_pretrained(tmp_path)
+    assert any(key.endswith("q_proj.bias") for key in tensors_of(tmp_path))
+    for onto in (FUSED, None):
+        assert_close(outputs(loaded(base(folder, patcher=onto), tmp_path)), outputs(model.eval()))
