@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -63,12 +64,25 @@ def assign_part(module: nn.Module, joined: Joined, name: str, value: Any) -> Non
         raise part._cannot(f"it takes the values of a plain nn.Linear, and this is a {type(value).__qualname__}")
     if reason := more_than_a_weight_and_bias(value):
         raise part._cannot(f"it takes the values of a plain nn.Linear, and this one {reason}")
+    if _has_parent(value):
+        raise part._cannot("it takes the values of a new nn.Linear, and this one is a layer of another module, too")
     parameters = value._parameters
     shared = {name for name in parameters if count_references(parameters, name) > SINGLE_REFERENCE}
     # Check everything before anything is written.
     written = [(part._rows_for(kind, tensor, is_shared=kind in shared), tensor) for kind, tensor in parameters.items()]
     for rows, tensor in written:
         _write(rows, tensor)
+
+
+def _has_parent(layer: nn.Module) -> bool:
+    """Whether a module has this one as a child, with which it would share the layer."""
+    for children in gc.get_referrers(layer):
+        if isinstance(children, dict) and any(child is layer for child in children.values()):
+            owners = gc.get_referrers(children)
+            if any((vars(owner) if isinstance(owner, nn.Module) else owner).get("_modules") is children
+                   for owner in owners if isinstance(owner, nn.Module | dict)):  # fmt: skip
+                return True
+    return False
 
 
 @torch.no_grad()

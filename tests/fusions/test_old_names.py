@@ -151,6 +151,10 @@ def tied_layer(attention: Any) -> None:
     attention.q_proj = made
 
 
+def the_layer_of_another(attention: Any) -> None:
+    attention.q_proj = attention.o_proj
+
+
 def with_a_gradient() -> nn.Linear:
     made = layer()
     made.weight.grad = torch.ones(64, 64)
@@ -340,6 +344,11 @@ REFUSED: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
         lambda attention: setattr(attention, "q_proj", with_a_hook()),
         PatchConflictError,
         ROWS + "its weight takes values, and this parameter has a gradient or hooks",
+    ),
+    "the layer of another module": (
+        the_layer_of_another,
+        PatchConflictError,
+        ROWS + r"it takes the values of a new nn\.Linear, and this one is a layer of another module",
     ),
     "a wrapper": (
         lambda attention: setattr(attention, "q_proj", nn.Sequential(layer())),
