@@ -48,6 +48,8 @@ class SequentialExperts(Fusion):
 
     def __init__(self, modules: str | Iterable[str] = (), *, all_tokens: bool = False) -> None:
         super().__init__(modules)
+        if not isinstance(all_tokens, bool):
+            raise InvalidPatcherError(f"SequentialExperts: all_tokens is True or False, found {all_tokens!r}.")
         if all_tokens:
             self.all_tokens = True
 

@@ -374,12 +374,13 @@ class _Calls:
     def _check_call(self, call: ast.Call) -> None:
         name = _called_name(call)
         if len(call.args) != 1 or call.keywords or isinstance(call.args[0], ast.Starred):
-            raise NotUnderstoodError(f"{name} is called with more than one input", call.lineno)
+            raise NotUnderstoodError(f"{shorten(call)!r} doesn't pass one positional argument", call.lineno)
         if not isinstance(call.args[0], ast.Name):
             raise NotUnderstoodError(f"the input of {name} is {shorten(call.args[0])!r}, not a variable", call.lineno)
         for node in self._ancestors(call):
             if isinstance(node, _DEFERRED | _COMPREHENSIONS) and node is not self.method.node:
-                raise NotUnderstoodError(f"{name} is used inside of a {type(node).__name__}", call.lineno)
+                kind = "comprehension" if isinstance(node, _COMPREHENSIONS) else "nested function or class"
+                raise NotUnderstoodError(f"{name} is called in a {kind}", call.lineno)
 
     def _shared_roots(self) -> set[str]:
         """Return the variables whose values the projections get.

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from patcher import Patcher
+from patcher import InvalidPatcherError, Patcher
 from patcher.fusions.fused_module import fused_class_of
 from patcher.fusions.sequential_experts import SequentialExperts
 from tests.support.checkpoints import same_checkpoint
@@ -161,6 +161,8 @@ def test_it_is_loaded_and_saved_as_the_checkpoint(tmp_path: Path) -> None:
 def test_the_option_is_said_and_read(tmp_path: Path) -> None:
     assert repr(ALL_TOKENS) == "Patcher(fusions=[SequentialExperts(all_tokens=True)])"
     assert Patcher.from_fusion_config({"sequential_experts": {"all_tokens": True}}) == ALL_TOKENS
+    with pytest.raises(InvalidPatcherError, match="all_tokens is True or False, found 'false'"):
+        Patcher.from_fusion_config({"sequential_experts": {"all_tokens": "false"}})
     assert Patcher.from_fusion_config({"sequential_experts": True}) == Patcher(fusions="sequential_experts")
     assert Patcher(fusions="sequential_experts") != ALL_TOKENS
     assert pickle.loads(pickle.dumps(ALL_TOKENS)) == ALL_TOKENS
