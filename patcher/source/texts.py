@@ -1,4 +1,4 @@
-"""Texts of source: moved to the left and to the right, compared, and made into modules."""
+"""Source texts: reindented, compared, and turned into modules."""
 
 from __future__ import annotations
 
@@ -13,70 +13,62 @@ _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def in_strings(tree: ast.AST) -> set[int]:
-    """The lines that start inside of a string: their indentation is text."""
-    inside: set[int] = set()
+    """Return the lines that start inside of a string: their indentation is part of it."""
+    lines: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant | ast.JoinedStr) and node.end_lineno and node.end_lineno > node.lineno:
-            inside.update(range(node.lineno + 1, node.end_lineno + 1))
-    return inside
+        if isinstance(node, ast.Constant | ast.JoinedStr) and node.end_lineno:
+            lines.update(range(node.lineno + 1, node.end_lineno + 1))
+    return lines
 
 
 def indent_of(line: str) -> str:
-    """The white space in front of a line."""
+    """Return the white space at the start of a line."""
     return line[: len(line) - len(line.lstrip())]
 
 
 def moved(source: str, old: str, new: str, *, docstrings: bool = True) -> str:
-    """Statements as they are indented at another place. Strings keep every character.
+    """Return statements with another indentation. Strings keep every character.
 
     >>> moved("    def f():\\n        pass", "    ", "")
     'def f():\\n    pass'
 
     Args:
         source: their text, whole lines.
-        old: the white space in front of them.
-        new: the one in front of them there.
-        docstrings: whether those move along.
+        old: their indentation.
+        new: the new indentation.
+        docstrings: whether docstrings are reindented as well.
 
     Raises:
-        SyntaxError: it isn't Python.
+        SyntaxError: if the text isn't Python.
     """
     head = ["if 1:"] if old else []
     lines = [*head, *source.split("\n")]
     tree = ast.parse("\n".join(lines))
-    kept = in_strings(tree)
+    unchanged = in_strings(tree)
     for node in ast.walk(tree) if docstrings else ():
         if isinstance(node, _DEFINITIONS) and ast.get_docstring(node, clean=False) is not None:
-            own = in_strings(node.body[0])
-            if all(lines[number - 1].startswith(old) or not lines[number - 1].strip() for number in own):
-                kept -= own
+            docstring = in_strings(node.body[0])
+            if all(lines[number - 1].startswith(old) or not lines[number - 1].strip() for number in docstring):
+                unchanged -= docstring
     for number, line in enumerate(lines, 1):
-        if number not in kept and line.startswith(old) and line.strip() and number > len(head):
+        if number not in unchanged and line.startswith(old) and line.strip() and number > len(head):
             lines[number - 1] = new + line[len(old) :]
     return "\n".join(lines[len(head) :])
 
 
 def dedented(source: str) -> str:
-    """A definition that starts at the left, whatever it was inside of.
-
-    Raises:
-        SyntaxError: it isn't Python.
-    """
+    """Return a definition without its indentation; raises a SyntaxError if the text isn't Python."""
     old = indent_of(source)
     return moved(source, old, "", docstrings=False) if old else source
 
 
 def indented(source: str) -> str:
-    """Statements as they are in the body of a class.
-
-    Raises:
-        SyntaxError: it isn't Python.
-    """
+    """Return statements as they are indented in a class; raises a SyntaxError if the text isn't Python."""
     return moved(source, "", "    ", docstrings=False)
 
 
 def diff_of(old: str, new: str, old_name: str, new_name: str, context: int = 3) -> str:
-    """A unified diff that keeps every character, as `git apply` takes it; empty where the texts are the same.
+    """Return a unified diff that keeps every character, for `git apply`; "" if the texts are equal.
 
     >>> print(diff_of("one\\ntwo", "one\\n2\\n", "a", "b"), end="")
     --- a
@@ -93,7 +85,7 @@ def diff_of(old: str, new: str, old_name: str, new_name: str, context: int = 3) 
 
 
 def module_of_text(name: str, text: str, file: str) -> ModuleType:
-    """A module in `sys.modules` that has a source and has not been run.
+    """Return a new module in `sys.modules` that has a source and hasn't been executed.
 
     >>> import inspect
     >>> module = module_of_text("made_up", "x = 1\\n", "<made up>")
@@ -103,7 +95,7 @@ def module_of_text(name: str, text: str, file: str) -> ModuleType:
     """
     module = ModuleType(name)
     module.__file__, module.__package__ = file, name.rpartition(".")[0]
-    # Without a time of change linecache keeps it for good.
+    # Without a modification time linecache never drops it.
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     sys.modules[name] = module
     return module

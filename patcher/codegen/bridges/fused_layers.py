@@ -27,7 +27,7 @@ from patcher.fusions.experts.matrices import Matrices
 from patcher.fusions.joined import Joined
 from patcher.fusions.patch_embeddings import LinearPatchEmbedding
 from patcher.fusions.rewrite import class_text
-from patcher.source.decorators import replaced_methods
+from patcher.source.definitions import replaced_methods
 from patcher.source.edits import Edit, Text, applied
 from patcher.source.reading import start_line
 from patcher.source.scopes import top_level

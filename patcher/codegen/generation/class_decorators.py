@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 from patcher.codegen.spec import PatchKind, PatchSpec
 from patcher.errors import CodegenError, PatcherWarning
-from patcher.source.decorators import replaced_methods
-from patcher.source.definitions import find
+from patcher.source.definitions import find, replaced_methods
 from patcher.source.edits import Edit, Text
 from patcher.source.modules import SourceModule
 from patcher.source.reading import Definition, parsed

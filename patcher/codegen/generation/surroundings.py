@@ -292,7 +292,7 @@ def _insert(
     if following is not None:
         last = ast.parse("\n".join(parts[-1])).body[-1]
         wanted = 2 if isinstance(last, Definition) or isinstance(following, Definition) else 1
-        lines += [""] * (wanted - Place(following, text.tree.body, text.tree).blank(text))
+        lines += [""] * (wanted - Place(following, text.tree.body, text.tree).blank_lines(text))
     if not first:
         context.edits.append(Edit(at, at, "".join(f"{newline}{line}" for line in lines)))
         return
