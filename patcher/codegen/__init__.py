@@ -20,8 +20,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from patcher.codegen.config import PatchConfig
-from patcher.codegen.files.checker import CheckResult, OriginalChange, check
-from patcher.codegen.files.writer import ModelingCodeGenerator, write
+from patcher.codegen.files.output import CheckResult, ModelingCodeGenerator, OriginalChange, check, write
 from patcher.codegen.generation.generator import generate
 from patcher.codegen.spec import Patch, PatchKind, PatchType, create_patch_from_external
 from patcher.errors import no_such_name, public_name

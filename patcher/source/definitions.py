@@ -98,6 +98,16 @@ def fingerprint(definitions: Iterable[ast.stmt]) -> str:
 # --- decorators -----------------------------------------------------------------------------------------------------
 
 
+def decorators_of(tree: ast.Module, name: str) -> list[ast.expr]:
+    """Return the decorators of a class or function of a module."""
+    return [part for node in find(tree, name) if isinstance(node, Definition) for part in node.decorator_list]
+
+
+def decorator_name(decorator: ast.expr) -> str:
+    """Return `a.b` for `@a.b(...)`."""
+    return ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
+
+
 def replaced_methods(name: str, tree: ast.Module, package: str) -> frozenset[str]:
     """Return the methods of a class that a decorator replaces by code that doesn't call them, read from its source.
 

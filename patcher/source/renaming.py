@@ -51,7 +51,9 @@ class Use(NamedTuple):
         return None
 
 
-def renaming(text: Text, names: Mapping[str, str], function: ast.AST | None = None) -> list[Edit]:
+def renaming(
+    text: Text, names: Mapping[str, str], function: ast.AST | None = None, *, within: ast.stmt | None = None
+) -> list[Edit]:
     """Return the edits that rename global names in a piece of code.
 
     Local variables, parameters, attributes and keywords of calls keep their names. Names in quoted annotations,
@@ -61,6 +63,7 @@ def renaming(text: Text, names: Mapping[str, str], function: ast.AST | None = No
         text: the code.
         names: name -> the new name, which may be dotted.
         function: a function in the code, to rename its parameters and local variables instead.
+        within: the only statement of the code to edit.
 
     Raises:
         CodegenError: if a local variable has the new name where the code uses the global one.
@@ -68,8 +71,8 @@ def renaming(text: Text, names: Mapping[str, str], function: ast.AST | None = No
     if not any(re.search(rf"\b{name}\b", text.text) for name in names):
         return []
     edits, uses = [], list[Use | ast.Global | ast.Constant]()
-    _visit(text.tree.body, (Scope(text.tree),), False, uses)
-    strings = (node for node in ast.walk(text.tree) if isinstance(node, ast.JoinedStr))
+    _visit(text.tree.body if within is None else [within], (Scope(text.tree),), False, uses)
+    strings = (node for node in ast.walk(within or text.tree) if isinstance(node, ast.JoinedStr))
     formatted = {id(part) for string in strings for part in ast.walk(string)}
     for use in uses:
         if isinstance(use, ast.Global):

@@ -51,7 +51,7 @@ ORDER = (
     "__main__",
 )
 #: The rooms of `codegen`, in the same way.
-CODEGEN = ("additions", "spec", "generation", "bridges", "files", "config")
+CODEGEN = ("spec", "generation", "bridges", "files", "config")
 #: Rooms whose place is known and that nobody has needed yet.
 TO_COME: set[str] = set()
 #: The functions that may import what stands below them: methods of the value that act by what is built on it, and

@@ -15,7 +15,6 @@ from patcher.codegen.bridges.conversions import OwnConversions
 from patcher.codegen.bridges.dependencies import Dependencies
 from patcher.codegen.bridges.fused_layers import FusedLayers, ModuleText
 from patcher.codegen.bridges.to_patcher import MADE
-from patcher.codegen.generation.class_decorators import replacing
 from patcher.codegen.spec import create_patch_from_external
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import named_modules
@@ -30,6 +29,7 @@ from patcher.layouts.layouts import Layout
 from patcher.layouts.transforms import conversions_of
 from patcher.patterns import find_key, hits
 from patcher.resolution.resolution import NO_CHANGE, Resolution, resolve, skeleton
+from patcher.source.definitions import decorator_name, decorators_of, replaced_methods
 from patcher.source.reading import file_tree
 from patcher.spec.forward_of import FLAGS, ForwardOf
 from patcher.spec.like import find_like, likes_of
@@ -246,7 +246,9 @@ def _replace_forward(described: PatchConfig, name: str, layer: type[nn.Module], 
     forward: Any = layer.forward
     name_map = dependencies.bring(forward, call)
     modeling = dependencies.original
-    decorators = replacing("forward", name, file_tree(modeling.__file__ or ""), modeling.__package__ or "")
+    tree, package = file_tree(modeling.__file__ or ""), modeling.__package__ or ""
+    names = map(decorator_name, decorators_of(tree, name))
+    decorators = [each for each in names if "forward" in replaced_methods(each, tree, package)]
     if decorators:  # a kernel would run in its place
         described.drop_decorators(name, *decorators)
     described.override_method(f"{name}.forward", forward, f"of {layer.__name__}", name_map, keep_decorators=False)

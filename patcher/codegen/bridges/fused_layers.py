@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from patcher.codegen.additions import WIDTH
+from patcher.codegen.spec import WIDTH
 from patcher.compat import standing_alone
 from patcher.compat.modeling_code import unrebound
 from patcher.errors import CodegenError

@@ -14,9 +14,8 @@ from typing import Any, TypeGuard
 
 from torch import nn
 
-from patcher.codegen.additions import Blocks, Helpers
 from patcher.codegen.generation.generator import Generated, build
-from patcher.codegen.spec import Patch, PatchSpec
+from patcher.codegen.spec import Blocks, Helpers, Patch, PatchSpec
 from patcher.errors import CodegenError
 from patcher.integrations import install
 from patcher.source.scopes import bound_names, top_level

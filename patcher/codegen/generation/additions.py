@@ -1,0 +1,225 @@
+"""What a generated file adds to its original: imports, which are all absolute, blocks, helpers and endings."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from patcher.codegen.generation.draft import Draft, comments, marker, why
+from patcher.codegen.spec import WIDTH, External, Helper, Import, import_by_line
+from patcher.errors import CodegenError
+from patcher.source.edits import Edit, Place, definitions, places
+from patcher.source.reading import Definition, Location, start_line
+from patcher.source.scopes import ImportedName, bound_names, nearest, statements_of
+
+_SPACE = r"(?:\s|\\\r?\n)*"
+_RELATIVE = re.compile(
+    rf"from(?P<before>{_SPACE})(?:\.{_SPACE})*\.(?P<dots>{_SPACE})(?P<name>[^\W\d]\w*(?:{_SPACE}\.{_SPACE}[^\W\d]\w*)*)?"
+    rf"(?P<behind>{_SPACE})\bimport\b"
+)
+
+
+# --- imports --------------------------------------------------------------------------------------------------------
+
+
+def absolute_imports(draft: Draft) -> Iterator[Edit]:
+    """Yield the edits that make all imports absolute, those in functions and guards included."""
+    text, source = draft.text, draft.source
+    for node in statements_of(text.tree, ast.ImportFrom):
+        if not node.level:
+            continue
+        start, end = text.span(node)
+        match = _RELATIVE.match(text.text, start)
+        assert match is not None
+        relative = "." * node.level + (node.module or "")
+        name = absolute_name(relative, source.package, source.name, draft.config.where)
+        behind = match["behind"] if node.module else match["dots"] + match["behind"]  # "" is valid after a dot
+        line = f"from {name} import {text.text[match.end() : end].lstrip()}"
+        if len(line) + node.col_offset > WIDTH and text.is_alone(node) and "\n" not in line and "(" not in line:
+            between = text.line_break(node.lineno) + text.indent(node.lineno)
+            yield Edit(start, end, between.join(import_by_line(name, map(ast.unparse, node.names))))
+        else:
+            yield Edit(start, match.end(), f"from{match['before'] or ' '}{name}{behind or ' '}import")
+
+
+def absolute_name(relative: str, package: str, source: str, where: Location) -> str:
+    """Return the absolute name of a module that the module `source` of a package imports from by a relative name."""
+    try:
+        return importlib.util.resolve_name(relative, package)
+    except ImportError:
+        raise CodegenError(
+            f"{where}: {source} imports from {relative}, which is above its top package {package!r}. "
+            f"Python can't import that either: give PatchConfig the full dotted name of {source}, from its top "
+            "package on, or correct the import."
+        ) from None
+
+
+def added_imports(draft: Draft) -> list[Import]:
+    """Return the imports that the original lacks, and name the imported replacements.
+
+    Their order is fixed, with one statement for each module, so that the order of the config doesn't matter.
+    """
+    config, added = draft.config, list[Import]()
+    present = {name: imported for name, imported in draft.imported.items() if not imported.guarded}
+    for statement in config.imports:
+        fresh = []
+        for name, (module, attribute) in statement.bound().items():
+            imported = None if name in config.dropped else present.get(name)
+            if imported is not None and _is_same(imported, config.source_module, module, attribute):
+                is_other_module = "." in statement.module and statement.module != imported.module
+                if is_other_module and not attribute and not statement.alias:
+                    fresh.append(name)  # `import a.b` in addition to `import a`
+            elif name in draft.bound:
+                raise CodegenError(
+                    f"{statement.where}: add_import({statement.module!r}) binds {name!r}, which "
+                    f"{config.source_module} already binds. Give it an alias{draft.or_without(name)}."
+                )
+            else:
+                fresh.append(name)
+        if fresh:
+            names = tuple((name, alias) for name, alias in statement.names if alias in fresh)
+            added.append(Import(statement.module, names, statement.alias, statement.where))
+    aliases: dict[tuple[str, str], str] = {}
+    taken = draft.bound | {name for statement in added for name in statement.bound()}
+    for patch in sorted(config.patches, key=lambda patch: patch.target):
+        if isinstance(external := patch.replacement, External) and not patch.is_import:
+            first, *rest = external.name.split(".")
+            if (external.module, first) not in aliases:
+                alias = first if first not in taken else f"external_{first}"
+                taken.add(alias)
+                aliases[external.module, first] = alias
+                added.append(Import(external.module, ((first, alias),), "", patch.where))
+            draft.externals[external] = ".".join([aliases[external.module, first], *rest])
+    return _merged(added)
+
+
+def _is_same(imported: ImportedName, source: str, module: str, attribute: str) -> bool:
+    """Whether an import of the original binds this module, or this attribute of it.
+
+    `import torch.nn.functional as F` and `from torch.nn import functional as F` are the same.
+    """
+    package = ".".join(source.split(".")[: -imported.level]) if imported.level else ""
+    bound = imported.module if imported.attribute or imported.alias else imported.module.split(".")[0]
+    names = ((package, bound, imported.attribute), (module, attribute))
+    original, added = (".".join(filter(None, parts)) for parts in names)
+    return original == added
+
+
+def _merged(imports: Sequence[Import]) -> list[Import]:
+    plain, named = dict[tuple[str, str], Import](), dict[str, Import]()
+    for statement in imports:
+        if not statement.names:
+            plain.setdefault((statement.module, statement.alias), statement)
+        else:
+            first = named.get(statement.module, statement)
+            names = tuple(sorted({*statement.names, *first.names}))
+            named[statement.module] = Import(statement.module, names, "", first.where)
+    return [plain[key] for key in sorted(plain)] + [named[key] for key in sorted(named)]
+
+
+# --- places ---------------------------------------------------------------------------------------------------------
+
+
+def insert(draft: Draft, imports: Sequence[Import], removed_imports: Collection[ast.stmt]) -> None:
+    """Insert imports, blocks, helpers and endings at their places, which removed imports don't determine."""
+    text, body, config = draft.text, draft.text.tree.body, draft.config
+    helpers: dict[str, list[Helper]] = {}
+    for helper in config.helpers:
+        helpers.setdefault(helper.after, []).append(helper)
+        if helper.__name__ in draft.bound:
+            raise CodegenError(
+                f"{helper.where}: the helper {helper.__name__!r} has the name of something in {draft.source.name}. "
+                f"Rename it{draft.or_without(helper.__name__)}."
+            )
+    lines = [line for statement in imports for line in statement.lines()]
+    top: list[Sequence[str]] = [["", "# [ADDED IMPORTS]", *lines]] if lines else []
+    for block in config.blocks:
+        top.append(["", "# [ADDED CODE]", *comments(why(block.description)), *block.code.split("\n")])
+    top += _helper_lines(helpers, "", draft)
+    anchor = _last_import(draft, removed_imports)
+    remaining = [node for node in body if node not in draft.removed]
+
+    def after(node: ast.stmt) -> list[ast.stmt]:
+        return [other for other in body[body.index(node) + 1 :] if other not in draft.removed]
+
+    _check_blocks(draft, remaining if anchor is None else after(anchor))
+    if anchor is not None:
+        draft.behind[anchor] = [*top, *draft.behind.get(anchor, [])]
+    outermost = {
+        place.name: node
+        for node in body
+        for place in definitions([node], text.tree)
+        if place.node not in draft.removed
+    }
+    names = {helper.__name__ for helper in config.helpers}
+    for name in (name for name in helpers if name and name not in names):
+        if name not in outermost:
+            raise CodegenError(
+                f"{helpers[name][0].where}: add_helper_after({name!r}) finds no such definition in the file that is "
+                f"made of {draft.source.name}. {nearest(name, [*outermost, *names])}"
+            )
+        draft.behind.setdefault(outermost[name], []).extend(_helper_lines(helpers, name, draft))
+    if config.endings:
+        last = next(node for node in reversed(remaining) if isinstance(node, Definition))
+        draft.behind.setdefault(last, []).extend(["", "", *block.code.split("\n")] for block in config.endings)
+    for node, groups in draft.behind.items():
+        draft.insert_lines_after(text.last_line(node), _separated(groups, next(iter(after(node)), None), draft))
+    if anchor is None and top:
+        following, newline = remaining[0] if remaining else None, draft.source.newline
+        position = text.start_of(start_line(following)) if following is not None else len(text.text)
+        start = newline if position and not text.text[:position].endswith(("\n", "\r")) else ""
+        code = start + "".join(f"{line}{newline}" for line in _separated(top, following, draft))
+        draft.edits.insert(0, Edit(position, position, code))
+
+
+def _last_import(draft: Draft, removed_imports: Collection[ast.stmt]) -> ast.stmt | None:
+    """Return the statement after which new imports are inserted.
+
+    This is the last statement with an import above all definitions, else the docstring, else None.
+    """
+    last, tree = None, draft.text.tree
+    for index, node in enumerate(tree.body):
+        if isinstance(node, Definition):
+            break
+        is_docstring = index == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        nodes = (place.node for place in places([node], tree) if place.node not in removed_imports)
+        if is_docstring or any(isinstance(nested, ast.Import | ast.ImportFrom) for nested in nodes):
+            last = node
+    return last
+
+
+def _separated(groups: Sequence[Sequence[str]], following: ast.stmt | None, draft: Draft) -> list[str]:
+    """Return lines with the blank lines before the following statement: two if either is a definition."""
+    lines = [line for group in groups for line in group]
+    if following is None or not lines:
+        return lines
+    last, tree = ast.parse("\n".join(groups[-1])).body[-1], draft.text.tree
+    expected = 2 if isinstance(last, Definition) or isinstance(following, Definition) else 1
+    return lines + [""] * (expected - Place(following, tree.body, tree).blank_lines(draft.text))
+
+
+def _check_blocks(draft: Draft, following: Sequence[ast.stmt]) -> None:
+    """Raise a CodegenError if the following statements rebind a name of a block."""
+    bound = [(block, name) for block in draft.config.blocks for name in bound_names(ast.parse(block.code))]
+    known = draft.bound | {helper.__name__ for helper in draft.config.helpers}
+    rebound = bound_names(ast.Module([*following], [])).keys() - draft.config.dropped if bound else set()
+    for block, name in bound:
+        if name in rebound and name in known:
+            raise CodegenError(
+                f"{block.where}: the text given to add_post_import_block binds {name!r}, and {draft.source.name} "
+                f"binds it again further down. Rename it{draft.or_without(name)}."
+            )
+
+
+def _helper_lines(
+    helpers: Mapping[str, Sequence[Helper]], anchor: str, draft: Draft, *, boxed: bool = False
+) -> list[list[str]]:
+    """Return the helpers after an anchor, each followed by those that are anchored to it."""
+    groups: list[list[str]] = []
+    for helper in helpers.get(anchor, []):
+        box = marker("[HELPERS]") if not groups and not boxed else []
+        groups.append(["", "", *box, *comments(why(helper.description)), *draft.code(helper)])
+        groups += _helper_lines(helpers, helper.__name__, draft, boxed=True)
+    return groups
