@@ -136,19 +136,12 @@ class Place(NamedTuple):
         is_assignment = isinstance(self.node, ast.Assign | ast.AnnAssign | ast.AugAssign) and len(targets) == 1
         return targets[0].id if is_assignment and isinstance(targets[0], ast.Name) else self.name
 
-    @property
-    def previous_line(self) -> int:
-        """The last line above that is part of another statement; 0 for the first of a module."""
-        index = self.block.index(self.node)
-        if index:
-            return self.block[index - 1].end_lineno or 0
-        return int(getattr(self.owner, "lineno", 0))
-
     def comments(self, text: Text) -> range:
         """Return the blank lines and comments right above; none at the top of a file, as they are about it."""
-        first = start_line(self.node)
+        first, index = start_line(self.node), self.block.index(self.node)
+        previous = self.block[index - 1].end_lineno if index else getattr(self.owner, "lineno", None)
         number, width = first - 1, len(text.indent(first))
-        while number > self.previous_line:
+        while number > (previous or 0):
             line = text.lines[number - 1]
             if line.strip() and (not line.lstrip().startswith("#") or len(text.indent(number)) > width):
                 break

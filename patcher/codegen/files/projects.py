@@ -32,7 +32,7 @@ _SECTIONS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings `search_root`, one or several, and `format` of `[tool.patcher.codegen]`, or else `[tool.patchgen]`."""
+    """The settings `search_root` and `format`, of `[tool.patcher.codegen]` or else of `[tool.patchgen]`."""
 
     search_root: tuple[Path, ...]
     formatted: bool

@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from patcher.codegen.generation.draft import Draft, comments, marker, why
 from patcher.codegen.spec import WIDTH, External, Helper, Import, import_by_line
@@ -61,8 +62,13 @@ def added_imports(draft: Draft) -> list[Import]:
 
     Their order is fixed, with one statement for each module, so that the order of the config doesn't matter.
     """
-    config, added = draft.config, list[Import]()
+    config, plain, named = draft.config, dict[tuple[str, str], Import](), dict[str, Import]()
     present = {name: imported for name, imported in draft.imported.items() if not imported.guarded}
+
+    def add_names(module: str, names: tuple[tuple[str, str], ...], where: Location) -> None:
+        first = named.get(module, Import(module, (), "", where))
+        named[module] = replace(first, names=tuple(sorted({*first.names, *names})))
+
     for statement in config.imports:
         fresh = []
         for name, (module, attribute) in statement.bound().items():
@@ -78,11 +84,13 @@ def added_imports(draft: Draft) -> list[Import]:
                 )
             else:
                 fresh.append(name)
-        if fresh:
-            names = tuple((name, alias) for name, alias in statement.names if alias in fresh)
-            added.append(Import(statement.module, names, statement.alias, statement.where))
+        names = tuple((name, alias) for name, alias in statement.names if alias in fresh)
+        if names:
+            add_names(statement.module, names, statement.where)
+        elif fresh:
+            plain.setdefault((statement.module, statement.alias), statement)
     aliases: dict[tuple[str, str], str] = {}
-    taken = draft.bound | {name for statement in added for name in statement.bound()}
+    taken = draft.bound | {name for statement in (*plain.values(), *named.values()) for name in statement.bound()}
     for patch in sorted(config.patches, key=lambda patch: patch.target):
         if isinstance(external := patch.replacement, External) and not patch.is_import:
             first, *rest = external.name.split(".")
@@ -90,9 +98,9 @@ def added_imports(draft: Draft) -> list[Import]:
                 alias = first if first not in taken else f"external_{first}"
                 taken.add(alias)
                 aliases[external.module, first] = alias
-                added.append(Import(external.module, ((first, alias),), "", patch.where))
+                add_names(external.module, ((first, alias),), patch.where)
             draft.externals[external] = ".".join([aliases[external.module, first], *rest])
-    return _merged(added)
+    return [plain[key] for key in sorted(plain)] + [named[key] for key in sorted(named)]
 
 
 def _is_same(imported: ImportedName, source: str, module: str, attribute: str) -> bool:
@@ -105,18 +113,6 @@ def _is_same(imported: ImportedName, source: str, module: str, attribute: str) -
     names = ((package, bound, imported.attribute), (module, attribute))
     original, added = (".".join(filter(None, parts)) for parts in names)
     return original == added
-
-
-def _merged(imports: Sequence[Import]) -> list[Import]:
-    plain, named = dict[tuple[str, str], Import](), dict[str, Import]()
-    for statement in imports:
-        if not statement.names:
-            plain.setdefault((statement.module, statement.alias), statement)
-        else:
-            first = named.get(statement.module, statement)
-            names = tuple(sorted({*statement.names, *first.names}))
-            named[statement.module] = Import(statement.module, names, "", first.where)
-    return [plain[key] for key in sorted(plain)] + [named[key] for key in sorted(named)]
 
 
 # --- places ---------------------------------------------------------------------------------------------------------

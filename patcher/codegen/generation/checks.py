@@ -85,7 +85,8 @@ def check_names(draft: Draft, text: str) -> None:
     if early := used_too_early(tree):
         early_before = used_too_early(original.tree)
         for name in (name for name in early if name not in early_before):
-            where, label = _user_of(config, name)
+            users = ((user.where, user.label) for user in _users(config) if name in user.used_names())
+            where, label = next(users, (config.where, "the file"))
             raise CodegenError(
                 f"{where}: {label} uses {name!r} while {config.target_file} is imported, and the file defines it only "
                 f"further down. {_how_to_follow(config, where, name)} the name inside a function."
@@ -101,16 +102,6 @@ def _users(config: PatchSpec) -> Iterator[_User]:
         yield _User(helper.where, label, helper.source, code, dict(helper.name_map))
     for block in config.blocks:
         yield _User(block.where, "the text given to add_post_import_block", None, block.code, {})
-
-
-def _user_of(config: PatchSpec, name: str) -> tuple[Location, str]:
-    """Return the line and label of what uses a name: a patch, helper or block, else the file."""
-    for user in _users(config):
-        nodes = ast.walk(user.source.tree()) if user.source is not None else ()
-        names = {user.name_map.get(node.id, node.id) for node in nodes if isinstance(node, ast.Name)}
-        if name in (names if user.source is not None else user.used_names()):
-            return user.where, user.label
-    return config.where, "the file"
 
 
 def _how_to_follow(config: PatchSpec, where: Location, name: str) -> str:

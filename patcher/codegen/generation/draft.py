@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from patcher.codegen.generation.header import config_path, fingerprints_in_header, fingerprints_of
+from patcher.codegen.generation.header import ROOM, config_path, fingerprints_of
 from patcher.codegen.spec import External, Helper, Patch, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source.edits import Edit, Place, Text, applied, places
@@ -64,7 +64,10 @@ class Draft:
     @cached_property
     def header_fingerprints(self) -> dict[str, str]:
         """The fingerprints that the header contains; the others are next to the patches."""
-        return fingerprints_in_header(self.config, self.fingerprints)
+        if sum(len(name) + 11 for name in self.fingerprints) <= ROOM:
+            return self.fingerprints
+        patched = {*(patch.definition for patch in self.config.patches), *self.config.derived}
+        return {name: fingerprint for name, fingerprint in self.fingerprints.items() if name not in patched}
 
     def or_without(self, name: str) -> str:
         """Return the end of a sentence that says how to remove a name of the original, "" if it can't be removed."""

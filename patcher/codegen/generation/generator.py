@@ -12,7 +12,7 @@ from patcher.codegen.generation.additions import absolute_imports, added_imports
 from patcher.codegen.generation.checks import check_names, warn_of_decorators
 from patcher.codegen.generation.definitions import ClassEdit, is_overload, replace_definition
 from patcher.codegen.generation.draft import Draft
-from patcher.codegen.generation.header import render_header, without_banner
+from patcher.codegen.generation.header import changes_of, render_header, without_banner
 from patcher.codegen.generation.omissions import dropped_decorators, remove, without_orphans
 from patcher.codegen.generation.stock_conversions import with_stock_conversions
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec
@@ -96,8 +96,8 @@ def build(config: PatchSpec) -> Generated:
         check_names(draft, text)
     warn_of_decorators(draft, text)
     text, methods = with_stock_conversions(draft, text)
-    header = render_header(config, source, draft.patches, draft.header_fingerprints, orphans, methods)
-    text = source.newline.join([*header, without_banner(text)])
+    changes = changes_of(config, draft.patches, draft.header_fingerprints, orphans, methods)
+    text = source.newline.join([*render_header(config, source, changes), without_banner(text)])
     return Generated(config, source, text, tuple(draft.patches))
 
 

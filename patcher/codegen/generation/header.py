@@ -25,37 +25,21 @@ _BANNER = re.compile(
 #: The first word of the paragraph about the differences.
 _DIFFERS = "Differs:"
 #: The maximal number of characters of names and fingerprints; if there are more, they are next to the patches.
-_ROOM = 300
+ROOM = 300
 _ENTRY = re.compile(rf"([^\W\d][\w.]*) ([0-9a-f]{{8}}|{NOTHING})\b")
 _AT_PATCH = re.compile(rf"^[ \t]*# (?:from .+:\d+, )?in place of {_ENTRY.pattern}[ \t\r]*$", re.MULTILINE)
 
 
-def render_header(
-    config: PatchSpec,
-    source: SourceModule,
-    patches: Sequence[Patch],
-    fingerprints: Mapping[str, str],
-    orphans: Sequence[str],
-    methods: Sequence[str],
-) -> list[str]:
+def render_header(config: PatchSpec, source: SourceModule, changes: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the lines of the header, without times and paths of a machine, so that equal input gives equal text.
 
     Each change is named once; its reason is given at its place. If there are too many to name, they are counted.
-
-    Args:
-        config: the description.
-        source: the patched module.
-        patches: the patches in source order.
-        fingerprints: those of replaced definitions, except those next to the patches.
-        orphans: the imports that nothing uses any more.
-        methods: the methods by which models get the conversions of transformers.
     """
     version = f" ({source.version})" if source.version else ""
     about = textwrap.shorten(config.description, 2 * (_WIDTH - 9))
     lines = ["GENERATED FILE: change the config that it is made from, not this file."]
     for label, text in (("Source:", f"{source.name}{version}"), ("About:", about), ("Made by:", made_by(config))):
         lines += _wrapped(label, text)
-    changes = _changes(config, patches, fingerprints, orphans, methods)
     without_fingerprints = {verb for verb, names in changes.items() if not any("~" in name for name in names)}
     for counted in (set[str](), without_fingerprints, set(changes)):
         parts = [f"{verb} {_listed(names, counted=verb in counted)}".rstrip() for verb, names in changes.items()]
@@ -66,14 +50,22 @@ def render_header(
     return [_RULE, *(f"# {line.replace('~', ' ')}".rstrip() for line in (*lines, *differences)), _RULE]
 
 
-def _changes(
+def changes_of(
     config: PatchSpec,
     patches: Sequence[Patch],
     fingerprints: Mapping[str, str],
     orphans: Sequence[str],
     methods: Sequence[str],
 ) -> dict[str, list[str]]:
-    """Return what is done -> the names of what it is done to, with the fingerprints of the originals."""
+    """Return kind of change -> the changed names, with the fingerprints of the originals.
+
+    Args:
+        config: the description.
+        patches: the patches in source order.
+        fingerprints: those of replaced definitions, except those next to the patches.
+        orphans: the imports that nothing uses any more.
+        methods: the methods by which models get the conversions of transformers.
+    """
 
     def marked(name: str) -> str:
         return f"{name}~{fingerprints[name]}" if name in fingerprints else name
@@ -134,14 +126,6 @@ def fingerprints_of(config: PatchSpec, original: ast.Module) -> dict[str, str]:
     names = {patch.definition for patch in config.patches if not (patch.new and patch in config.of_runtime)}
     names |= {*config.derived, *(config.added_names() & config.excluded.keys())}
     return {name: fingerprint(find(original, name)) for name in sorted(names)}
-
-
-def fingerprints_in_header(config: PatchSpec, fingerprints: Mapping[str, str]) -> dict[str, str]:
-    """Return the fingerprints that the header has room for."""
-    if sum(len(name) + 11 for name in fingerprints) <= _ROOM:
-        return dict(fingerprints)
-    elsewhere = {*(patch.definition for patch in config.patches), *config.derived}
-    return {name: value for name, value in fingerprints.items() if name not in elsewhere}
 
 
 def recorded(text: str) -> dict[str, str]:
