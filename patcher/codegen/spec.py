@@ -418,12 +418,6 @@ class PatchSpec:
         """Return the error for what a Patcher does and no file can do."""
         return self.error(f"{text}. Load with the patcher itself.")
 
-    @property
-    def changes(self) -> bool:
-        """Whether the file differs from the original in more than its header."""
-        parts = (self.patches, self.imports, self.helpers, self.blocks, self.dropped, self.excluded, self.undecorated)
-        return any((*parts, self.renamed, self.bases, self.endings))
-
     def added_names(self) -> set[str]:
         """Return the names that helpers, imports and blocks bind."""
         names = {helper.__name__ for helper in self.helpers}

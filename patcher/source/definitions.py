@@ -52,9 +52,6 @@ def is_accessor(node: ast.stmt) -> bool:
     return any(decorator.rpartition(".")[0] == getattr(node, "name", None) for decorator in decorators)
 
 
-# --- fingerprints ---------------------------------------------------------------------------------------------------
-
-
 def canonical(node: Any, *, annotations: bool = True) -> Any:
     """Return a syntax tree without positions, docstrings and empty fields, equal for all releases of Python.
 
@@ -93,9 +90,6 @@ def fingerprint(definitions: Iterable[ast.stmt]) -> str:
     """
     trees = [canonical(node, annotations=False) for node in definitions]
     return hashlib.sha256(repr(trees).encode()).hexdigest()[:8] if trees else NOTHING
-
-
-# --- decorators -----------------------------------------------------------------------------------------------------
 
 
 def decorators_of(tree: ast.Module, name: str) -> list[ast.expr]:

@@ -95,9 +95,6 @@ def _definition_in(text: str) -> Definition:
     return node
 
 
-# --- syntax trees ---------------------------------------------------------------------------------------------------
-
-
 @functools.lru_cache(maxsize=8)
 def parsed(text: str) -> ast.Module:
     """Return the syntax tree of a text, shared by its readers: it must not be changed."""
@@ -121,9 +118,6 @@ def start_line(node: ast.stmt) -> int:
     """Return the first line of a statement, its decorators included."""
     decorators: list[ast.expr] = getattr(node, "decorator_list", [])
     return min([node.lineno, *(decorator.lineno for decorator in decorators)])
-
-
-# --- decorators -----------------------------------------------------------------------------------------------------
 
 
 def note_decorator(obj: Any, site: Location) -> None:
@@ -168,9 +162,6 @@ def unwrap(obj: Any) -> Any:
             return obj
         else:
             obj = obj.__wrapped__
-
-
-# --- sources --------------------------------------------------------------------------------------------------------
 
 
 def read_source(obj: Any, call: str, where: Location, site: Location | None = None) -> Source:

@@ -19,9 +19,6 @@ _SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
 N = TypeVar("N", bound=ast.AST)
 
 
-# --- statements -----------------------------------------------------------------------------------------------------
-
-
 def statements_of(tree: ast.Module, kind: type[N]) -> list[N]:
     """Return all statements of a type in a module, nested ones included, in source order."""
     return [node for node in _statements(tree) if isinstance(node, kind)]
@@ -62,9 +59,6 @@ def inner_blocks(node: Any) -> Iterator[tuple[list[ast.stmt], Any]]:
 def _has_empty_try(node: ast.AST) -> bool:
     """Whether the body of a `try` is empty, as after its import was dropped, so that its handlers never run."""
     return isinstance(node, ast.Try) and all(isinstance(statement, ast.Pass) for statement in node.body)
-
-
-# --- bindings -------------------------------------------------------------------------------------------------------
 
 
 def bound_names(tree: ast.Module) -> dict[str, int]:
@@ -147,9 +141,6 @@ def modules_under(tree: ast.Module, name: str) -> list[str]:
     return [alias.name for alias in aliases if not alias.asname]
 
 
-# --- uses -----------------------------------------------------------------------------------------------------------
-
-
 def undefined_names(text: str, tree: ast.Module) -> dict[str, int]:
     """Return the global names that a module uses and doesn't bind, each with the first line that uses it."""
     bound = bound_names(tree)
@@ -207,9 +198,6 @@ def _loaded_at_import(node: ast.AST, lazy_annotations: bool) -> Iterator[tuple[s
             for name, line in _loaded_at_import(child, lazy_annotations):
                 if field != "body" or name not in local:
                     yield name, line
-
-
-# --- similar names --------------------------------------------------------------------------------------------------
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from patcher.codegen.generation.additions import absolute_name
+from patcher.codegen.generation.surroundings import absolute_name
 from patcher.compat import standing_alone
 from patcher.compat.modeling_code import unrebound
 from patcher.source.reading import Source, caller, file_tree, read_source, unwrap

@@ -216,11 +216,7 @@ class FusedLayers:
         self._edits.setdefault((owner, method), {})[edit] = None
 
     def construct_from_file(self, path: str, replaced: Collection[str]) -> None:
-        """Let models around a module that an Auto class constructs be constructed from the classes of the file.
-
-        Raises:
-            CodegenError: if they can't be.
-        """
+        """Let models around a module that an Auto class constructs be those of the file, or raise a CodegenError."""
         around = ["", *accumulate(path.split("."), "{}.{}".format)] if path else []
         for parent, child in pairwise(around):
             module, init = self.modules[child], self.text.method(type(self.modules[parent]), "__init__")
@@ -297,11 +293,7 @@ class FusedLayers:
         return "".join(lines)
 
     def joined_init(self, original: type, joined: Joined) -> str:
-        """Return the `__init__` of a class of joined projections.
-
-        Raises:
-            CodegenError: if the original's doesn't construct the projections line by line.
-        """
+        """Return the `__init__` of joined projections, or raise a CodegenError if the original's can't be edited."""
         init = self.text.method(original, "__init__")
         if init is None:
             raise self._unreadable(original)

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import Any, TypeGuard
+from typing import Any
 
 from torch import nn
 
@@ -37,7 +37,12 @@ def to_patcher(config: PatchSpec) -> Patcher:
         rest.runtime, rest.renamed, rest.bases, rest.endings, rest.helpers = None, {}, {}, Blocks(), Helpers()
         return config.runtime | to_patcher(rest) if rest.patches else config.runtime
     generated = build(config)
-    classes = _replacements(generated, execute(generated))
+    original, module = vars(importlib.import_module(generated.source.name)), vars(execute(generated))
+    names = [name for name in original if _is_module_class(original[name]) and _is_module_class(module.get(name))]
+    covered = {name for name in names if original[name].__name__ == name}
+    affected = sorted(_affected_names(generated, covered).intersection(names))
+    replaced = [name for name in affected if module[name] is not original[name]]
+    classes: dict[str, type[nn.Module]] = {original[name].__name__: module[name] for name in replaced}
     if not classes:
         raise config.error(
             f"to_patcher() would change nothing: no nn.Module class of {config.source_module} is "
@@ -71,20 +76,7 @@ def execute(generated: Generated) -> ModuleType:
         return module
 
 
-def _replacements(generated: Generated, module: ModuleType) -> dict[str, type[nn.Module]]:
-    """Return the classes of an executed module that compute something else than those of the original, by name."""
-    original = importlib.import_module(generated.source.name)
-    pairs = {
-        name: (old, new)
-        for name, old in vars(original).items()
-        if _is_module_class(old) and _is_module_class(new := vars(module).get(name))
-    }
-    covered = {name for name, (old, _) in pairs.items() if old.__name__ == name}
-    affected = sorted(pairs.keys() & _affected_names(generated, covered))
-    return {old.__name__: new for old, new in map(pairs.__getitem__, affected) if new is not old}
-
-
-def _is_module_class(value: Any) -> TypeGuard[type[nn.Module]]:
+def _is_module_class(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, nn.Module)
 
 

@@ -40,19 +40,8 @@ def warn_of_decorators(draft: Draft, text: str) -> None:
                 )
 
 
-# --- names ----------------------------------------------------------------------------------------------------------
-
-
 class _User(NamedTuple):
-    """A patch, helper or block.
-
-    Attributes:
-        where: its line in the config.
-        label: its name in messages.
-        source: its source; None for a block.
-        code: its code.
-        name_map: names in its code that are renamed.
-    """
+    """A patch, helper or block with its line, its name in messages, its code, and the names that are renamed in it."""
 
     where: Location
     label: str

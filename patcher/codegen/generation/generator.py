@@ -8,13 +8,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from patcher.codegen.generation.additions import absolute_imports, added_imports, insert
 from patcher.codegen.generation.checks import check_names, warn_of_decorators
 from patcher.codegen.generation.definitions import ClassEdit, is_overload, replace_definition
 from patcher.codegen.generation.draft import Draft
 from patcher.codegen.generation.header import changes_of, render_header, without_banner
-from patcher.codegen.generation.omissions import dropped_decorators, remove, without_orphans
 from patcher.codegen.generation.stock_conversions import with_stock_conversions
+from patcher.codegen.generation.surroundings import (
+    absolute_imports,
+    added_imports,
+    dropped_decorators,
+    insert,
+    remove,
+    without_orphans,
+)
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source.edits import Place, Text, applied, definitions
@@ -86,12 +92,12 @@ def build(config: PatchSpec) -> Generated:
     draft = Draft(config, source, Text(source.text, original))
     removed_imports = remove(draft)
     imports = added_imports(draft)
-    draft.edits += [*absolute_imports(draft), *dropped_decorators(draft)]
+    draft.edits += dropped_decorators(draft)
     _patch_definitions(draft)
     insert(draft, imports, removed_imports)
 
-    text, orphans = applied(source.text, draft.edits), tuple[str, ...]()
-    if config.changes:
+    text, orphans = applied(source.text, [*absolute_imports(draft), *draft.edits]), tuple[str, ...]()
+    if draft.edits:
         text, orphans = without_orphans(config, text, original)
         check_names(draft, text)
     warn_of_decorators(draft, text)

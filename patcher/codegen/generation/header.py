@@ -118,9 +118,6 @@ def config_path(file: str) -> str:
     return path.name
 
 
-# --- fingerprints of the originals ----------------------------------------------------------------------------------
-
-
 def fingerprints_of(config: PatchSpec, original: ast.Module) -> dict[str, str]:
     """Return the definitions that a config replaces, or drops and binds anew, with their fingerprints."""
     names = {patch.definition for patch in config.patches if not (patch.new and patch in config.of_runtime)}
