@@ -135,10 +135,7 @@ class OwnConversions:
         return [cls for cls in models if not any(base in models for base in cls.__mro__[1:])]
 
     def _owner(self, path: str, layouts: Sequence[Layout]) -> str:
-        """Return the path of the model that registers the conversions of a module.
-
-        If transformers converts parameters of the module, this is a model inside of the one that converts them.
-        """
+        """Return the model that registers conversions of a module, inside of those that convert its parameters."""
         around = [owner for owner in self._models() if f"{path}.".startswith(inside(owner))]
         around = sorted((owner for owner in around if self.text.defines(type(self.modules[owner]))), key=len)
         if not around:
@@ -158,8 +155,7 @@ class OwnConversions:
         """Return the prefix of class names, which differs for files whose conversions differ."""
         names = [fusion if isinstance(fusion, str) else type(fusion).__name__ for fusion in self.patcher.fusions]
         words = "".join(word[:1].upper() + word[1:] for name in names for word in name.split("_"))
-        are_named = all(isinstance(fusion, str) for fusion in self.patcher.fusions)
-        if are_named and words and not self.patcher.class_mapping:
+        if names == list(self.patcher.fusions) and words and not self.patcher.class_mapping:
             return words
         return f"{words or 'Patched'}{hashlib.sha256(repr(items).encode()).hexdigest()[:4].upper()}"
 
@@ -181,9 +177,8 @@ class OwnConversions:
         """Let all models of the file inherit from the class that loads and saves checkpoints of the original."""
         keys = tuple(dict.fromkeys(filter(None, map(stock_key, self._models().values()))))
         constants: dict[str, Any] = {"OWN_NAME": prefix} | ({"STOCK_CONVERSIONS": keys} if keys else {})
-        self.dependencies.add_constants(
-            constants, "the models here have names of their own, by which transformers finds their conversions"
-        )
+        why = "the models here have names of their own, by which transformers finds their conversions"
+        self.dependencies.add_constants(constants, why)
         base = _IN_FILES.ConvertedCheckpoints if keys else _IN_FILES.OriginalCheckpoints
         self.dependencies.define(base)
         replaced = {patch.target for patch in self.described.patches}
@@ -199,8 +194,8 @@ class OwnConversions:
             if mixin.__module__ != "transformers.modeling_layers":
                 continue
             code, config_class = inspect.getsource(mixin.__init__), cls.config_class
-            is_known = isinstance(config_class, type)
-            base: Any = transformers.MODEL_MAPPING.get(config_class, None) if is_known else None
+            mapping = transformers.MODEL_MAPPING if isinstance(config_class, type) else {}
+            base: Any = mapping.get(config_class, None)
             construction = "setattr(self, self.base_model_prefix, AutoModel.from_config(config))"
             if construction not in code or base is None or base.__name__ not in self.text.classes:
                 continue
@@ -221,8 +216,7 @@ class OwnConversions:
         kept, added = dict.fromkeys(selected), list[WeightTransform]()
         for path, of_module in layouts.items():
             added += self._of_layouts(path.removeprefix(inside(owner)), of_module, selected, kept)
-        converters = [transform for transform in added if isinstance(transform, WeightConverter)]
-        self._check_namesakes(owner, layouts, selected, converters)
+        self._check_namesakes(owner, layouts, selected, added)
         added += [self._unanchored(transform, owner) for transform in extra]
         is_stock = list(map(identity, kept)) == list(map(identity, stock))
         conflict, is_idempotent = self._conflict_with_root(owner, selected)
@@ -240,22 +234,14 @@ class OwnConversions:
         return [*items, *dict.fromkeys({identity(each): self._text(each) for each in added}.values())]
 
     def _check_namesakes(
-        self,
-        owner: str,
-        layouts: Mapping[str, Sequence[Layout]],
-        stock: Sequence[Any],
-        converters: Sequence[WeightConverter],
+        self, owner: str, layouts: Mapping[str, Sequence[Layout]], stock: Sequence[Any], added: Sequence[Any]
     ) -> None:
         """Raise a CodegenError if a conversion of fused parameters matches other parameters of the model by name."""
-        fused = {
-            f"{path}.{name}".removeprefix(inside(owner))
-            for path, of_module in layouts.items()
-            for layout in of_module
-            for name in layout.stock
-        }
+        fused = {f"{path}.{name}" for path, group in layouts.items() for layout in group for name in layout.stock}
+        converters = [transform for transform in added if isinstance(transform, WeightConverter)]
         reverse = [converter.reverse_transform() for converter in converters]
         rename_on_save = key_renamer([transform.reverse_transform() for transform in reversed(stock)])
-        for key in self.modules[owner].state_dict().keys() - fused:
+        for key in self.modules[owner].state_dict().keys() - {name.removeprefix(inside(owner)) for name in fused}:
             # A load drops a key that it has renamed to one that the model lacks.
             is_loaded = any(each.compiled_sources.search(key) for each in converters) and rename_on_save(key)[0] != key
             if is_loaded or any(each.compiled_sources.search(key) for each in reverse):
@@ -265,11 +251,7 @@ class OwnConversions:
                 )
 
     def _conflict_with_root(self, owner: str, stock: Sequence[WeightTransform]) -> tuple[str, bool]:
-        """Return a key that the conversions of the whole model rename differently than those of a part.
-
-        Returns:
-            The key, "" if there is none, and whether applying both has the effect of one.
-        """
+        """Return a key that conversions of the root and of a part rename differently, and if both may be applied."""
         root, model = cast("Any", self.modules[""]), cast("Any", self.modules[owner])
         if not owner or stock_key(root) != stock_key(model):
             return "", True
@@ -336,9 +318,7 @@ class OwnConversions:
         if type(layout) is Flatten:
             return WeightConverter(stock[0], fused[0], [_IN_FILES.FlattenKernel()])
         if isinstance(layout, Matrices):
-            operation = _IN_FILES.SplitExperts(
-                transposed=layout.transposed, interleaved=layout.interleaved, either=either
-            )
+            operation = _IN_FILES.SplitExperts(layout.transposed, layout.interleaved, either)
             stack = stock[0] + ("" if stock[0].endswith("_bias") else "(?!_)")
             layers = [f"{prefix}*.{name}" for name in layout.layers]
             converter: WeightTransform = _IN_FILES.ExpertsConverter(stack, layers, [operation])
@@ -407,8 +387,8 @@ def _arguments(value: Any) -> Iterator[tuple[str, Any]]:
     patterns = {"source_patterns": source_patterns, "target_patterns": target_patterns}
     for name, parameter in inspect.signature(type(value)).parameters.items():
         argument: Any = patterns[name](value) if name in patterns else getattr(value, name, parameter.empty)
-        kinds = (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        if argument is parameter.empty or parameter.kind not in kinds:
+        is_keyword = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if argument is parameter.empty or not is_keyword:
             raise TypeError(f"{type(value).__name__} doesn't keep its argument {name!r}")
         if name in patterns:
             yield "", argument[0] if len(argument) == 1 else argument
