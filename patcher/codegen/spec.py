@@ -135,8 +135,10 @@ class Patch:
         if kind is PatchKind.REPLACE_FUNCTION and len(parts) > 1:
             raise self.error("names no function of the module. For a method, use override_method.")
         if len(parts) > 2 or (len(parts) > 1 and kind in (PatchKind.REPLACE_CLASS, PatchKind.MODIFY_INIT)):
-            whole = f"replace_class({parts[0]!r})"
-            raise self.error(f"names a part of a method or of a nested class. Use {whole} for all that is around.")
+            raise self.error(
+                f"names a part of a method or of a nested class. Use replace_class({parts[0]!r}) for all that is "
+                "around."
+            )
         for other in others:
             outer, inner = sorted((self.definition, other.definition), key=len)
             if inner == outer:
@@ -178,7 +180,7 @@ def create_patch_from_external(
     check_description(description, call, where)
     if patch_type in (PatchKind.MODIFY_INIT, PatchKind.EXTERNAL):
         raise CodegenError(
-            f"{where}: {call} can't do patch_type={patch_type.name}. Give the kind of "
+            f"{where}: create_patch_from_external({target!r}) can't do patch_type={patch_type.name}. Give the kind of "
             "the target: REPLACE_CLASS, REPLACE_FUNCTION or OVERRIDE_METHOD."
         )
     for dotted in (replacement_module, replacement_name):

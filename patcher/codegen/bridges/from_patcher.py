@@ -130,14 +130,17 @@ class _Description(NamedTuple):
         for function in functions.replaced:
             home, _, name = function.name.partition(":")
             if home != self.text.module.__name__ or vars(self.text.module).get(name) is not function.original:
-                raise self.described.refusal(
+                raise self.described.error(
                     f"{function.keys[0][1]!r} of function_mapping is {function.name}, which is not defined in "
-                    f"{self.described.source_module}, and a generated file holds the functions of one module"
+                    f"{self.described.source_module}, and a generated file holds the functions of one module. Load "
+                    "with the patcher itself."
                 )
             replacement = function.replacement
             call = f"from_patcher(), for {full_name(replacement)},"
             if not isinstance(replacement, FunctionType) or MADE in (replacement.__module__ or ""):
-                raise self.described.refusal(f"{call} has no source that a file could hold")
+                raise self.described.error(
+                    f"{call} has no source that a file could hold. Load with the patcher itself."
+                )
             self.described.replace_function(name, replacement, name_map=dependencies.add(replacement, call))
 
     def write_fused(self, resolution: Resolution, layers: FusedLayers) -> Mapping[str, Sequence[Layout]]:
@@ -158,8 +161,9 @@ class _Description(NamedTuple):
             if issubclass(cls, FusedModule):
                 self._check_module_of(path, resolution.original_classes[path])
             elif not is_importable(cls):
-                raise self.described.refusal(
-                    f"{fusions[path]!r} gives {path} a class that is made for its shape, and a file imports classes"
+                raise self.described.error(
+                    f"{fusions[path]!r} gives {path} a class that is made for its shape, and a file imports classes. "
+                    "Load with the patcher itself."
                 )
             original = resolution.original_classes[path] if issubclass(cls, FusedModule) else cls
             groups.setdefault(original, {})[path] = cls
@@ -194,16 +198,16 @@ class _Description(NamedTuple):
             original = resolution.original_classes[path]
             self._check_module_of(path, original)
             if rebuilt.setdefault(original.__name__, cls) is not cls:
-                raise self.described.refusal(
+                raise self.described.error(
                     f"{original.__name__} is fused in more than one way in {type(self.stock).__name__}, "
-                    "and a file has one way for a class"
+                    "and a file has one way for a class. Load with the patcher itself."
                 )
         for path, module in self.stock.named_modules():
             if type(module).__name__ in rebuilt and path not in resolution.fused:
                 reason = f" ({resolution.refused[path]})" if resolution.refused.get(path) else ""
-                raise self.described.refusal(
+                raise self.described.error(
                     f"{path} is not fused{reason}, and others of its class, "
-                    f"{type(module).__name__}, are: a file has one forward for a class"
+                    f"{type(module).__name__}, are: a file has one forward for a class. Load with the patcher itself."
                 )
         return rebuilt
 
@@ -231,8 +235,9 @@ def _replace_class(
 def _replace_forward(described: PatchConfig, name: str, layer: type[nn.Module], dependencies: Dependencies) -> None:
     call = f"from_patcher(), for forward_of({layer.__qualname__}),"
     if refused := [flag for flag in FLAGS if not getattr(layer, flag, True)]:
-        raise described.refusal(
-            f"{call} has a layer with {' and '.join(f'{flag} = False' for flag in refused)}, which a file can't refuse"
+        flags = " and ".join(f"{flag} = False" for flag in refused)
+        raise described.error(
+            f"{call} has a layer with {flags}, which a file can't refuse. Load with the patcher itself."
         )
     forward: Any = layer.forward
     name_map, modeling = dependencies.add(forward, call), dependencies.original

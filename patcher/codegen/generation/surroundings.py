@@ -106,14 +106,16 @@ def _excluded(draft: Draft) -> set[ast.stmt]:
             bindings.setdefault(place.bound_name, []).append(place.node)
     patched = {patch.target.split(".")[0]: patch for patch in config.patches}
     for name, where in config.excluded.items():
-        call = f"{where}: exclude_from_output({name!r})"
         if name not in bindings:
             raise CodegenError(
-                f"{call} names no class, function or constant of {config.source_module}. {nearest(name, bindings)}"
+                f"{where}: exclude_from_output({name!r}) names no class, function or constant of "
+                f"{config.source_module}. {nearest(name, bindings)}"
             )
         if name in patched:
-            patch = patched[name]
-            raise CodegenError(f"{call} leaves out what {patch.call} at {patch.where} patches. Remove one.")
+            raise CodegenError(
+                f"{where}: exclude_from_output({name!r}) leaves out what {patched[name].call} at "
+                f"{patched[name].where} patches. Remove one."
+            )
         removed.update(bindings[name])
     for node in bindings.get("__all__", []):
         value = getattr(node, "value", None)
