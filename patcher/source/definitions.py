@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from patcher.source.modules import find_spec
-from patcher.source.reading import Definition
-from patcher.source.scopes import bound_by, imported_names, statements_of, top_level
+from patcher.source.scopes import Definition, bound_by, imported_names, statements_of, top_level
 
 #: The fingerprint of a definition that doesn't exist.
 NOTHING = "none"

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from patcher.errors import CodegenError, PatcherWarning, calling_frame
+from patcher.source.scopes import Definition, start_line
 from patcher.source.texts import dedented, indent_of
-
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 #: Lines on which a decorator of ours was applied to an object. A definition can have several decorators, of several
 #: configs, and the outer ones run after the inner ones: they are read when the text is generated, not before.
@@ -112,12 +111,6 @@ def file_tree(file: str) -> ast.Module:
 @functools.lru_cache(maxsize=8)
 def _definitions(tree: ast.Module) -> tuple[Definition, ...]:
     return tuple(node for node in ast.walk(tree) if isinstance(node, Definition))
-
-
-def start_line(node: ast.stmt) -> int:
-    """Return the first line of a statement, its decorators included."""
-    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
-    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 
 
 def note_decorator(obj: Any, site: Location) -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from patcher.errors import CodegenError
-from patcher.source.edits import Edit, Text
 from patcher.source.scopes import bound_name
+from patcher.source.texts import Edit, Text
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 _BUILTINS = frozenset(dir(builtins)) | {"__file__", "__name__", "__doc__", "__package__", "__spec__", "__path__"}
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 #: Expressions with a scope of their own.
 _SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
@@ -38,11 +38,17 @@ def _nested_statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
             yield from _nested_statements(block if isinstance(block, list) else ())
 
 
+def start_line(node: ast.stmt) -> int:
+    """Return the first line of a statement, its decorators included."""
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
+
+
 def top_level(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield the statements that run when the body does: those in `if`, `try`, `with` and loops included."""
     for node in body:
         yield node
-        for block, head in () if isinstance(node, _DEFINITIONS) else inner_blocks(node):
+        for block, head in () if isinstance(node, Definition) else inner_blocks(node):
             if not (isinstance(head, ast.ExceptHandler) and _has_empty_try(node)):
                 yield from top_level(block)
 
@@ -97,7 +103,7 @@ def _bindings(body: Sequence[ast.stmt]) -> Iterator[tuple[str, int]]:
             node = stack.pop()
             if name := bound_name(node):
                 yield name, node.lineno
-            children = () if isinstance(node, _DEFINITIONS) else ast.iter_child_nodes(node)
+            children = () if isinstance(node, Definition) else ast.iter_child_nodes(node)
             stack += [child for child in children if not isinstance(child, ast.stmt | ast.Lambda | ast.comprehension)]
 
 
@@ -174,7 +180,7 @@ def used_too_early(tree: ast.Module) -> dict[str, tuple[int, int]]:
     lazy = any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body)
     for node in tree.body if "*" not in bound else ():
         binds = bound_by(node)
-        own = set() if isinstance(node, _DEFINITIONS) else binds
+        own = set() if isinstance(node, Definition) else binds
         for name, line in _loaded_at_import(node, lazy):
             if name in bound and name not in known | own:
                 early.setdefault(name, (line, bound[name]))

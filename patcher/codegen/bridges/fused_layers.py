@@ -29,10 +29,8 @@ from patcher.fusions.patch_embeddings import LinearPatchEmbedding
 from patcher.fusions.rewrite import class_text
 from patcher.patterns import inside
 from patcher.source.definitions import decorator_name, replaced_methods
-from patcher.source.edits import Edit, Text, applied
-from patcher.source.reading import start_line
-from patcher.source.scopes import top_level
-from patcher.source.texts import dedented, indent_of
+from patcher.source.scopes import start_line, top_level
+from patcher.source.texts import Edit, Text, applied, dedented, indent_of
 
 if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig

@@ -11,12 +11,14 @@ from patcher.codegen.generation.draft import Draft
 from patcher.codegen.spec import PatchKind, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source.definitions import decorator_name, decorators_of, replaced_methods
-from patcher.source.reading import Definition, Location, Source, file_tree, parsed, start_line
+from patcher.source.reading import Location, Source, file_tree, parsed
 from patcher.source.scopes import (
+    Definition,
     bound_names,
     free_names,
     imported_names,
     nearest,
+    start_line,
     top_level,
     undefined_names,
     used_too_early,

@@ -10,11 +10,9 @@ from patcher.codegen.generation.draft import Draft, comments, definition_of, edi
 from patcher.codegen.spec import External, Patch, PatchKind
 from patcher.errors import CodegenError
 from patcher.source.definitions import is_accessor
-from patcher.source.edits import Edit, Place, Text, definitions
-from patcher.source.reading import start_line
 from patcher.source.renaming import renaming
-from patcher.source.scopes import bound_by, free_names, looks_misspelt, nearest
-from patcher.source.texts import dedented
+from patcher.source.scopes import bound_by, free_names, looks_misspelt, nearest, start_line
+from patcher.source.texts import Edit, Place, Text, dedented, definitions
 
 #: The name under which `modify_init` keeps the original `__init__`.
 ORIGINAL_INIT = "_original_init"

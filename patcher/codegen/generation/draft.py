@@ -12,12 +12,11 @@ from typing import Any
 from patcher.codegen.generation.header import ROOM, config_path, fingerprints_of
 from patcher.codegen.spec import External, Helper, Patch, PatchSpec
 from patcher.errors import CodegenError
-from patcher.source.edits import Edit, Place, Text, applied, places
 from patcher.source.modules import SourceModule
-from patcher.source.reading import Location, own_decorators, start_line
+from patcher.source.reading import Location, own_decorators
 from patcher.source.renaming import renaming
-from patcher.source.scopes import ImportedName, imported_names
-from patcher.source.texts import moved
+from patcher.source.scopes import ImportedName, imported_names, start_line
+from patcher.source.texts import Edit, Place, Text, applied, moved, places
 
 _RULE = "# " + "=" * 70
 _GUARD = "if True:\n"

@@ -23,10 +23,10 @@ from patcher.codegen.generation.surroundings import (
 )
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec
 from patcher.errors import CodegenError
-from patcher.source.edits import Place, Text, applied, definitions
 from patcher.source.modules import SourceModule, load
 from patcher.source.reading import parsed
 from patcher.source.scopes import nearest
+from patcher.source.texts import Place, Text, applied, definitions
 
 
 @dataclass(frozen=True)

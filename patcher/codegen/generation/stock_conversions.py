@@ -15,10 +15,10 @@ from functools import cache
 from pathlib import Path
 
 from patcher.codegen.generation.draft import Draft
-from patcher.source.edits import Edit, Text, applied
 from patcher.source.modules import find_spec
 from patcher.source.reading import parsed
 from patcher.source.scopes import bound_by, statements_of, top_level
+from patcher.source.texts import Edit, Text, applied
 
 #: The method and its lines, with a comment that explains it.
 METHOD = "is_custom_code"

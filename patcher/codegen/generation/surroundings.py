@@ -13,18 +13,20 @@ from patcher.codegen.generation.draft import Draft, comments, marker, why
 from patcher.codegen.spec import WIDTH, External, Helper, Import, PatchKind, PatchSpec, import_by_line
 from patcher.errors import CodegenError
 from patcher.source.definitions import decorator_name, decorators_of, find
-from patcher.source.edits import Edit, Place, Text, applied, definitions, places, removals, without
-from patcher.source.reading import Definition, Location, parsed, start_line
+from patcher.source.reading import Location, parsed
 from patcher.source.scopes import (
+    Definition,
     ImportedName,
     bound_by,
     bound_name,
     bound_names,
     imported_names,
     nearest,
+    start_line,
     statements_of,
     top_level,
 )
+from patcher.source.texts import Edit, Place, Text, applied, definitions, places, removals, without
 
 _SPACE = r"(?:\s|\\\r?\n)*"
 _RELATIVE = re.compile(
