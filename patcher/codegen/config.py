@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from patcher.codegen.spec import Block, Helper, Import, Names, Patch, PatchKind, PatchSpec, check_description
 from patcher.errors import CodegenError
-from patcher.source.reading import Location, Source, caller, note_decorator, read_source, stands_as_decorator
+from patcher.source.reading import Location, Source, caller, is_decorator_line, note_decorator, read_source
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -344,7 +344,7 @@ class PatchConfig(PatchSpec):
 def _decorator(register: Callable[[Any, Location | None], Any]) -> Callable[[Any], Any]:
     def decorate(obj: Any) -> Any:
         site = caller()
-        if not stands_as_decorator(site):  # a call, config.replace_class("X")(MyX)
+        if not is_decorator_line(site):  # a call, config.replace_class("X")(MyX)
             return register(obj, None)
         register(obj, site)
         note_decorator(obj, site)

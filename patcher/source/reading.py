@@ -130,7 +130,7 @@ def own_decorators(obj: Any, source: Source) -> set[int]:
     return {index for index, (first, last) in spans if any(first <= line <= last for line in lines)}
 
 
-def stands_as_decorator(site: Location) -> bool:
+def is_decorator_line(site: Location) -> bool:
     """Whether the line that is running is a decorator, not a call in a statement."""
     return _decorated_on(file_tree(site.file), site.line) is not None
 

@@ -231,7 +231,8 @@ class OwnConversions:
             items = [f'        *get_checkpoint_conversion_mapping("{key}")']
         else:
             items = [self._text(transform) for transform in kept]
-        return [*items, *dict.fromkeys({identity(each): self._text(each) for each in added}.values())]
+        texts = {identity(transform): self._text(transform) for transform in added}
+        return [*items, *dict.fromkeys(texts.values())]
 
     def _check_namesakes(
         self, owner: str, layouts: Mapping[str, Sequence[Layout]], stock: Sequence[Any], added: Sequence[Any]
@@ -243,8 +244,8 @@ class OwnConversions:
         rename_on_save = key_renamer([transform.reverse_transform() for transform in reversed(stock)])
         for key in self.modules[owner].state_dict().keys() - {name.removeprefix(inside(owner)) for name in fused}:
             # A load drops a key that it has renamed to one that the model lacks.
-            is_loaded = any(each.compiled_sources.search(key) for each in converters) and rename_on_save(key)[0] != key
-            if is_loaded or any(each.compiled_sources.search(key) for each in reverse):
+            is_read, is_written = (any(t.compiled_sources.search(key) for t in way) for way in (converters, reverse))
+            if (is_read and rename_on_save(key)[0] != key) or is_written:
                 raise self.described.refusal(
                     f"{inside(owner)}{key} has the name of what is fused elsewhere, and transformers tells "
                     "conversions apart by names"

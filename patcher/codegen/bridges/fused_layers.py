@@ -309,24 +309,24 @@ class FusedLayers:
     def _join_lines(self, original: type, init: ast.FunctionDef, joined: Joined) -> list[Edit]:
         """Return the edits that replace the projections of an `__init__` by one layer."""
         text, projections = self.text.text, joined.projections
-        found = [list(assignments(init, name)) for name in projections]
-        statements = [nodes[0] for nodes in found if len(nodes) == 1]
+        assigned = [list(assignments(init, name)) for name in projections]
+        statements = [nodes[0] for nodes in assigned if len(nodes) == 1]
         calls: list[Any] = [statement.value for statement in statements]
         are_linear = all(isinstance(call, ast.Call) and self.text.value(call.func) is nn.Linear for call in calls)
-        if len(statements) < len(found) or not are_linear or not all(map(text.is_alone, statements)):
+        if len(statements) < len(projections) or not are_linear or not all(map(text.is_alone, statements)):
             raise self._unreadable(original)
         keywords = [{keyword.arg: keyword.value for keyword in call.keywords} for call in calls]
         linear = inspect.signature(nn.Linear)
         arguments = [linear.bind(*call.args, **named).arguments for call, named in zip(calls, keywords, strict=True)]
-        biases = [ast.unparse(each["bias"]) if "bias" in each else "True" for each in arguments]
+        biases = [ast.unparse(bound["bias"]) if "bias" in bound else "True" for bound in arguments]
         uses = [node for node in ast.walk(init) if isinstance(node, ast.Attribute) and node.attr in projections]
         differ = len(set(biases)) > 1 and not joined.biased
-        if len(uses) > len(found) or differ or any("dtype" in each for each in arguments):
+        if len(uses) > len(projections) or differ or any("dtype" in bound for bound in arguments):
             raise self._unreadable(original)
         linear_class, in_features = text.code(calls[0].func), ast.unparse(arguments[0]["in_features"])
         bias = "" if set(biases) == {"True"} else f", bias={'False' if joined.biased else biases[0]}"
         lines = [
-            f"self.{joined.sizes} = [{', '.join(ast.unparse(each['out_features']) for each in arguments)}]",
+            f"self.{joined.sizes} = [{', '.join(ast.unparse(bound['out_features']) for bound in arguments)}]",
             f"self.{joined.name} = {linear_class}({in_features}, sum(self.{joined.sizes}){bias})",
         ]
         for name in joined.biased:
@@ -405,13 +405,13 @@ class FusedLayers:
         shapes: dict[Matrices, tuple[str, str, str]] = {}  # of weights: number of experts, inputs, outputs
         statements = []
         for layout in layouts:
-            found = list(assignments(init, layout.stock[0]))
-            call: Any = found[0].value if len(found) == 1 else None
+            assigned = list(assignments(init, layout.stock[0]))
+            call: Any = assigned[0].value if len(assigned) == 1 else None
             empty: Any = call.args[0] if isinstance(call, ast.Call) and call.args else None
             if not isinstance(empty, ast.Call) or self.text.value(call.func) is not nn.Parameter:
                 raise self._unreadable(original)
             sizes = empty.args[0].elts if isinstance(empty.args[0], ast.Tuple | ast.List) else empty.args
-            statements.append(found[0])
+            statements.append(assigned[0])
             if layout.layers[0].endswith("weight"):
                 count, rows, columns = map(ast.unparse, sizes)
                 shapes[layout] = (count, rows, columns) if layout.transposed else (count, columns, rows)

@@ -230,8 +230,8 @@ class ClassEdit:
             for place in (Place(node, body, self.node) for node in body if node not in kept and text.is_alone(node)):
                 lines = place.comments(text)
                 behind = text.text[text.span(place.node)[1] : text.end_of(place.node.lineno)].strip()
-                found = [*(text.lines[number - 1].strip() for number in lines), behind]
-                above_first += [f"{self.indent}{comment}" for comment in found if comment]
+                notes = [*(text.lines[number - 1].strip() for number in lines), behind]
+                above_first += [f"{self.indent}{note}" for note in notes if note]
                 first = next(iter(lines), place.node.lineno)
                 draft.edits.append(Edit(text.end_of(first - 1), text.end_of(place.node.lineno), ""))
             head = Place(body[0], body, self.node).comments(text).start - 1
