@@ -46,14 +46,18 @@ class SourceModule:
         parts = self.path.parts[-depth - 1 :] if self.path.name == "__init__.py" else self.path.parts[-depth:]
         return "/".join(parts)
 
-    @functools.cached_property
+    @property
     def version(self) -> str:
         """The top package with its version, "" if it isn't installed as a distribution."""
-        package = self.name.split(".")[0]
-        try:
-            return f"{package} {importlib.metadata.version(package)}"
-        except importlib.metadata.PackageNotFoundError:
-            return ""
+        return _release(self.name.split(".")[0])
+
+
+@functools.cache
+def _release(package: str) -> str:
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def find_spec(name: str) -> ModuleSpec | None:

@@ -311,7 +311,7 @@ def insert(draft: Draft, imports: Sequence[Import], removed_imports: Collection[
         return [other for other in body[body.index(node) + 1 :] if other not in draft.removed]
 
     _check_blocks(draft, remaining if anchor is None else after(anchor))
-    if anchor is not None:
+    if anchor is not None and top:
         draft.behind[anchor] = [*top, *draft.behind.get(anchor, [])]
     outermost = {
         place.name: node
