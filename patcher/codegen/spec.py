@@ -61,10 +61,6 @@ class External:
     name: str
     patch_type: PatchKind | None = None
 
-    def statement(self, target: str) -> str:
-        """Return the import that binds the object to a name."""
-        return f"from {self.module} import {self.name}" + (f" as {target}" if target != self.name else "")
-
 
 @dataclass(frozen=True)
 class Patch:
@@ -359,7 +355,7 @@ class PatchSpec:
 
     def __init__(self, source_module: str, target_file: str = "patched_modeling.py", description: str = "") -> None:
         self.where = caller()
-        self.config_module, self.config_file = caller_module()
+        self.config_module, self.config_file = caller_module(), self.where.file
         if not all(part.isidentifier() for part in source_module.split(".")):
             raise self.error(
                 f"source_module={source_module!r} isn't a module name. "

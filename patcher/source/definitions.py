@@ -102,14 +102,9 @@ def decorator_name(decorator: ast.expr) -> str:
 
 
 def replaced_methods(name: str, tree: ast.Module, package: str) -> frozenset[str]:
-    """Return the methods of a class that a decorator replaces by code that doesn't call them, read from its source.
+    """Return the methods of a class that a decorator of a module replaces by code that doesn't call them.
 
     `@use_experts_implementation`, for example, replaces the `forward` by one that dispatches on the config.
-
-    Args:
-        name: the name of the decorator in the module that uses it.
-        tree: that module.
-        package: the package that its relative imports start from.
     """
     if name in _FROM_HUB:
         return _FROM_HUB[name]

@@ -54,10 +54,9 @@ def caller() -> Location:
     return Location(frame.f_code.co_filename, frame.f_lineno)
 
 
-def caller_module() -> tuple[str, str]:
-    """Return the name and file of the module of that line."""
-    frame = calling_frame(_INSIDE)
-    return str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
+def caller_module() -> str:
+    """Return the name of the module of that line."""
+    return str(calling_frame(_INSIDE).f_globals.get("__name__", ""))
 
 
 @dataclass(frozen=True)

@@ -78,12 +78,7 @@ class OwnConversions:
     _shared: set[str] = field(default_factory=set)
 
     def write(self, layouts: Mapping[str, Sequence[Layout]], extra: Sequence[WeightTransform]) -> None:
-        """Register the conversions of fused modules and those of a patcher.
-
-        Args:
-            layouts: path -> the layouts of the fused module.
-            extra: further conversions.
-        """
+        """Register the conversions of fused modules, by path, and further ones."""
         if self.patcher.new_weights:
             raise self.described.refusal(
                 f"from_patcher() can't write new_weights={list(self.patcher.new_weights)!r} into a file: there models "

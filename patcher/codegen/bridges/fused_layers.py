@@ -139,14 +139,11 @@ class FusedLayers:
     # -- constructions ----------------------------------------------------------------------------------------------
 
     def replace_constructions(self, fused: Mapping[str, Any], edits: Callable[[ast.expr, Any], list[Edit]]) -> None:
-        """Edit the lines that construct some modules.
+        """Edit the lines that construct some modules, or raise a CodegenError if they construct others as well.
 
         Args:
             fused: path -> what is constructed there instead.
             edits: returns the edits of a call, or of the name of a class that is called later, for a value of `fused`.
-
-        Raises:
-            CodegenError: if no line constructs those modules and no others.
         """
         for path, replacement in fused.items():
             inner, cls = path.split("."), type(self.modules[path])

@@ -44,7 +44,9 @@ def replace_definition(patch: Patch, place: Place, draft: Draft) -> None:
         original = _name_of_original(patch, name, is_class, draft)
         lines = _replacement(patch, name, original, indent, draft)
     elif patch.is_import:
-        lines = [f"{indent}{patch.replacement.statement(name)}"]
+        imported = patch.replacement.name
+        alias = f" as {name}" if name != imported else ""
+        lines = [f"{indent}from {patch.replacement.module} import {imported}{alias}"]
     else:
         lines = [f"{indent}{name} = {draft.externals[patch.replacement]}"]
     if not original:

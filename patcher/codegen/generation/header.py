@@ -42,7 +42,11 @@ def render_header(config: PatchSpec, source: SourceModule, changes: Mapping[str,
         lines += _wrapped(label, text)
     without_fingerprints = {verb for verb, names in changes.items() if not any("~" in name for name in names)}
     for counted in (set[str](), without_fingerprints, set(changes)):
-        parts = [f"{verb} {_listed(names, counted=verb in counted)}".rstrip() for verb, names in changes.items()]
+        listed = {
+            verb: f"({len(names)} times)" if verb in counted and len(names) > 1 else ", ".join(names)
+            for verb, names in changes.items()
+        }
+        parts = [f"{verb} {names}".rstrip() for verb, names in listed.items()]
         differences = _wrapped(_DIFFERS, "; ".join(parts) or "imports are absolute, nothing else")
         if len(lines) + len(differences) + 2 <= _LINES:
             break
@@ -57,14 +61,9 @@ def changes_of(
     orphans: Sequence[str],
     methods: Sequence[str],
 ) -> dict[str, list[str]]:
-    """Return kind of change -> the changed names, with the fingerprints of the originals.
+    """Return kind of change -> the changed names, with the fingerprints of originals that the header contains.
 
-    Args:
-        config: the description.
-        patches: the patches in source order.
-        fingerprints: those of replaced definitions, except those next to the patches.
-        orphans: the imports that nothing uses any more.
-        methods: the methods by which models get the conversions of transformers.
+    Orphans are imports that nothing uses any more, methods those by which models get transformers' conversions.
     """
 
     def marked(name: str) -> str:
@@ -85,10 +84,6 @@ def changes_of(
         "leave out": map(marked, sorted(config.excluded)),
     }
     return {verb: listed for verb, names in (changes | others).items() if (listed := list(names))}
-
-
-def _listed(names: Sequence[str], *, counted: bool) -> str:
-    return ", ".join(names) if not counted or len(names) == 1 else f"({len(names)} times)"
 
 
 def _wrapped(label: str, text: str) -> list[str]:

@@ -341,10 +341,7 @@ def insert(draft: Draft, imports: Sequence[Import], removed_imports: Collection[
 
 
 def _last_import(draft: Draft, removed_imports: Collection[ast.stmt]) -> ast.stmt | None:
-    """Return the statement after which new imports are inserted.
-
-    This is the last statement with an import above all definitions, else the docstring, else None.
-    """
+    """Return the last statement with an import above all definitions, else the docstring, else None."""
     last, tree = None, draft.text.tree
     for index, node in enumerate(tree.body):
         if isinstance(node, Definition):
