@@ -71,7 +71,7 @@ def codegen(**options: Any) -> None:
         settings = read_settings()
         options["formatted"] = options["formatted"] or settings.formatted
         if options["check_only"]:
-            from patcher.codegen.files.checker import check
+            from patcher.codegen.files.output import check
 
             configs = [module] if module else None
             results = check(configs, fix=options["fix"], output_dir=output_dir, formatted=options["formatted"])
@@ -148,8 +148,14 @@ def _generate(config: PatchSpec, options: dict[str, Any], label: str, written: d
         label: the name of the config in messages.
         written: file -> the label of its config, to detect two configs with one file.
     """
-    from patcher.codegen.files.checker import changed_originals
-    from patcher.codegen.files.writer import diff_path, final_text, output_folder, unified_diff, write_generated
+    from patcher.codegen.files.output import (
+        changed_originals,
+        diff_path,
+        final_text,
+        output_folder,
+        unified_diff,
+        write_generated,
+    )
     from patcher.codegen.generation.generator import build
     from patcher.source.texts import diff_of
 

@@ -1,4 +1,4 @@
-r"""Patched modeling files: readable, reviewed, diffed, and made by one description.
+r"""Patched modeling files, generated from a description: readable, and reviewed as diffs.
 
 >>> from patcher.codegen import PatchConfig, generate
 >>> config = PatchConfig("transformers.models.llama.modeling_llama", "patched_modeling_llama.py")
@@ -11,8 +11,8 @@ def rotate_half(x):
     q_embed = (q * cos) + (rotate_half(q) * sin)
     k_embed = (k * cos) + (rotate_half(k) * sin)
 
-Generating imports neither torch nor transformers: the original is read as text. Only `PatchConfig.to_patcher()` and
-`from_patcher()` work on classes.
+Generation imports neither torch nor transformers: the original is read as text. Only `PatchConfig.to_patcher()` and
+`from_patcher()` use classes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from patcher.codegen.config import PatchConfig
-from patcher.codegen.files.checker import CheckResult, OriginalChange, check
-from patcher.codegen.files.writer import ModelingCodeGenerator, write
+from patcher.codegen.files.output import CheckResult, ModelingCodeGenerator, OriginalChange, check, write
 from patcher.codegen.generation.generator import generate
 from patcher.codegen.spec import Patch, PatchKind, PatchType, create_patch_from_external
 from patcher.errors import no_such_name, public_name
@@ -47,7 +46,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("FileVerification", "verify"):  # which are of a later room, and run models
+    if name not in ("FileVerification", "verify"):  # of a later room, which runs models
         raise no_such_name("patcher.codegen", name, __all__)
     value = public_name("patcher.verification.generated_files", name)
     globals()[name] = value

@@ -1,7 +1,7 @@
-"""The description of a patched modeling file: which definitions of which module become what, and why.
+"""The description of a patched modeling file: which definitions of a module are patched, how, and why.
 
-A config only describes. Everything that can be judged without the modeling file is judged here, on the line that
-says it; the rest when the file is generated.
+Whatever can be validated without the modeling file is validated here, at the line of the config; the rest when the
+file is generated.
 """
 
 from __future__ import annotations
@@ -11,17 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from patcher.codegen.additions import Block, Helper, Import, Names
-from patcher.codegen.spec import (
-    Patch,
-    PatchKind,
-    PatchSpec,
-    check_conflicts,
-    check_description,
-    check_target,
-)
+from patcher.codegen.spec import Block, Helper, Import, Names, Patch, PatchKind, PatchSpec, check_description
 from patcher.errors import CodegenError
-from patcher.source.reading import Location, Source, caller, note_decorator, read_source, stands_as_decorator
+from patcher.source.reading import Location, Source, caller, is_decorator_line, note_decorator, read_source
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -29,10 +21,10 @@ if TYPE_CHECKING:
     from patcher.spec.patcher import Patcher
 
 T = TypeVar("T")
-#: the names of a replacement that the file writes differently
+#: The names of a replacement that the file writes differently.
 NameMap = Mapping[str, str] | None
 
-# What works on classes is imported where it is called: describing and generating need neither torch nor transformers.
+# Conversions from and to a Patcher are imported lazily: configs and generation need neither torch nor transformers.
 
 
 class PatchConfig(PatchSpec):
@@ -45,15 +37,15 @@ class PatchConfig(PatchSpec):
     >>> config.patches[0].source.name
     'rotate_half'
 
-    Patches are given as decorators, as calls with a class or a function, or as text.
+    Patches are added by decorators, by calls with a class or a function, or as text.
 
     Args:
-        source_module: the dotted name of the module that is patched. It is read, never imported.
+        source_module: the dotted name of the patched module. It is read, never imported.
         target_file: the name of the generated file.
         description: what the generated file is for, for its header.
 
     Raises:
-        CodegenError: for names that can't be a module or a file.
+        CodegenError: if a name can't be that of a module or a file.
     """
 
     # -- patches of definitions ---------------------------------------------------------------------------------
@@ -67,9 +59,9 @@ class PatchConfig(PatchSpec):
     def replace_class(
         self, target: str, replacement: Any = None, description: str = "", name_map: NameMap = None
     ) -> Any:
-        """Put a class in the place of the class `target`, under its name. The original's decorators go with it.
+        """Replace the class `target`, including its decorators, by a class under its name.
 
-        A replacement that inherits from the class it replaces keeps that one in the file, as `OriginalTarget`.
+        If the replacement inherits from the class it replaces, that one is kept in the file as `OriginalTarget`.
         """
         return self._register(PatchKind.REPLACE_CLASS, target, replacement, description, name_map)
 
@@ -82,9 +74,9 @@ class PatchConfig(PatchSpec):
     def replace_function(
         self, target: str, replacement: Any = None, description: str = "", name_map: NameMap = None
     ) -> Any:
-        """Put a function in the place of the function `target` of the module, under its name.
+        """Replace the function `target` of the module by a function under its name.
 
-        A replacement that calls the function it replaces keeps that one in the file, as `original_target`.
+        If the replacement calls the function it replaces, that one is kept in the file as `original_target`.
         """
         return self._register(PatchKind.REPLACE_FUNCTION, target, replacement, description, name_map)
 
@@ -120,17 +112,15 @@ class PatchConfig(PatchSpec):
         keep_decorators: bool = True,
         new: bool | None = None,
     ) -> Any:
-        """Put a function in the place of the method `target`, `"Class.method"`; the rest of the class stays.
-
-        A class without such a method gets it.
+        """Replace or add the method `target`, `"Class.method"`; the rest of the class is unchanged.
 
         Args:
             target: the method.
             replacement: the function, or its text; without it, the call is a decorator.
-            description: why.
+            description: the reason.
             name_map: names to write differently, `{"OldMLP": "NewMLP"}`.
-            keep_decorators: keep those of the original in front of the replacement's own.
-            new: True if the class has no such method. Needed only when it has one of nearly that name.
+            keep_decorators: keep the original's decorators in front of the replacement's own.
+            new: True if the class has no such method. Needed only if it has one with a similar name.
         """
         options = {"keep_decorators": keep_decorators, "new": new}
         return self._register(PatchKind.OVERRIDE_METHOD, target, replacement, description, name_map, **options)
@@ -156,18 +146,20 @@ class PatchConfig(PatchSpec):
         alias: str | None = None,
         is_from_import: bool = True,
     ) -> None:
-        """Add `from module import names`, or `import module as alias`, behind the imports of the file.
+        """Add `from module import names`, or `import module as alias`, after the imports of the file.
 
         Args:
             module: the dotted, absolute name.
-            names: what to import from it, each `"name"` or `"name as other"`; without names the module is imported.
+            names: the names to import, each `"name"` or `"name as other"`; without names the module is imported.
             alias: the name to bind instead, for a module or a single name.
             is_from_import: False imports the module, and takes no names.
+
+        Raises:
+            CodegenError: for names or combinations of arguments that can't be written as an import.
         """
-        where = caller()
         words = [names] if isinstance(names, str) else names or ()
-        pairs = [(name.strip(), bound.strip()) for name, _, bound in (word.partition(" as ") for word in words)]
-        pairs = [(name, bound or name) for name, bound in pairs]
+        split = [[part.strip() for part in word.partition(" as ")[::2]] for word in words]
+        pairs = [(name, bound or name) for name, bound in split]
         problem = ""
         if pairs and not is_from_import:
             problem = "was given names and is_from_import=False. Leave one of them out."
@@ -180,29 +172,32 @@ class PatchConfig(PatchSpec):
                 problem = f"can't be written: {word!r} isn't a name. "
                 problem += "A generated file imports by absolute names, such as 'torch.nn.functional'."
         if problem:
-            raise CodegenError(f"{where}: add_import({module!r}) {problem}")
-        self.imports.append(Import(module, tuple(pairs), alias or "", where))
+            raise CodegenError(f"{caller()}: add_import({module!r}) {problem}")
+        self.imports.append(Import(module, tuple(pairs), alias or "", caller()))
 
     def add_post_import_block(self, code: str, description: str = "") -> None:
-        """Add statements behind the imports: constants, guarded imports, registrations."""
+        """Add statements after the imports: constants, guarded imports, registrations."""
         self.blocks.append(replace(Block.of(code), description=description))
 
     def drop_import_names(self, *names: str) -> None:
-        """Leave these names out of the imports of the file, usually because something else is to bind them."""
+        """Drop names from the imports of the file, usually because something else binds them."""
         self.dropped.update(names)
 
     def exclude_from_output(self, *names: str) -> None:
-        """Leave these classes, functions and constants out of the file, and out of its `__all__`."""
+        """Drop classes, functions and constants from the file and its `__all__`."""
         self.excluded.update(names)
 
     def drop_decorators(self, target: str, *names: str) -> None:
-        """Leave decorators of a class or a function out, by their names: one that keeps a patched method from running.
+        """Drop decorators of a class or a function by name, such as one that keeps a patched method from running.
 
         >>> config = PatchConfig("transformers.models.mixtral.modeling_mixtral", "patched_modeling_mixtral.py")
         >>> config.drop_decorators("MixtralExperts", "use_experts_implementation")
 
-        Those of a method go with `override_method(..., keep_decorators=False)`, those of a class that is replaced by
-        themselves.
+        Decorators of a method are dropped by `override_method(..., keep_decorators=False)`, those of a replaced class
+        automatically.
+
+        Raises:
+            CodegenError: if no name is passed.
         """
         where = caller()
         if not names:
@@ -210,59 +205,58 @@ class PatchConfig(PatchSpec):
         self.undecorated |= {(target, name): where for name in names}
 
     def add_helper(self, helper: Any = None, description: str = "", name_map: NameMap = None) -> Any:
-        """Add a class or function that patches use, behind the imports. A decorator, with or without a call."""
-        return self._help("", helper, description, name_map)
+        """Add a class or function that patches use, after the imports. A decorator, with or without a call."""
+        return self._add_helper("", helper, description, name_map)
 
     def add_helper_after(
         self, anchor: str, helper: Any = None, description: str = "", name_map: NameMap = None
     ) -> Any:
-        """Like `add_helper`, right after the definition `anchor` of the file, because it builds on that one."""
-        return self._help(anchor, helper, description, name_map)
+        """Like `add_helper`, but right after the definition `anchor` of the file, which the helper uses."""
+        return self._add_helper(anchor, helper, description, name_map)
 
     def include(self, other: PatchSpec, without: Iterable[str] = ()) -> None:
-        """Take over all of another config, but for the patches, helpers and exclusions of some targets.
+        """Add everything of another config, except the patches, helpers and exclusions of some targets.
 
         Raises:
-            CodegenError: for a target in `without` that the other config doesn't have.
+            CodegenError: if `without` has a target that the other config doesn't have.
         """
-        where, left_out = caller(), set(without)
-        known = {*(p.target for p in other.patches), *(h.source.name for h in other.helpers)}
+        skipped = set(without)
+        known = {*(patch.target for patch in other.patches), *(helper.__name__ for helper in other.helpers)}
         known |= {*other.excluded, *other.dropped, *(target for target, _ in other.undecorated)}
-        for name in sorted(left_out - known):
+        for name in sorted(skipped - known):
             raise CodegenError(
-                f"{where}: include(without=...) names {name!r}, which {other!r} does not have. "
+                f"{caller()}: include(without=...) names {name!r}, which {other!r} does not have. "
                 f"It has {', '.join(sorted(known)) or 'nothing'}."
             )
         for patch in other.patches:
-            if patch.target not in left_out:
-                check_conflicts(patch, self.patches)
+            if patch.target not in skipped:
+                patch.check(self.patches)
                 self.patches.append(patch)
         for helper in other.helpers:
-            if helper.source.name not in left_out:
+            if helper.__name__ not in skipped:
                 self.helpers.add(helper)
-        self.undecorated |= {pair: at for pair, at in other.undecorated.items() if pair[0] not in left_out}
-        for mine, theirs in ((self.excluded, other.excluded), (self.dropped, other.dropped)):
-            mine.update(Names((name, at) for name, at in theirs.items() if name not in left_out))
+        self.undecorated |= {pair: where for pair, where in other.undecorated.items() if pair[0] not in skipped}
+        for names, added in ((self.excluded, other.excluded), (self.dropped, other.dropped)):
+            names.update(Names((name, where) for name, where in added.items() if name not in skipped))
         self.imports.extend(other.imports)
         self.blocks.extend(other.blocks)
 
-    # -- and at run time ----------------------------------------------------------------------------------------
+    # -- conversion from and to a Patcher -----------------------------------------------------------------------
 
     def to_patcher(self) -> Patcher:
-        """A Patcher with the same effect: the models of the module, loaded with it, compute what the file's would.
+        """Return a Patcher with the same effect: models of the module that it loads compute what the file's would.
 
         >>> config = PatchConfig("transformers.models.llama.modeling_llama", "patched_modeling_llama.py")
         >>> _ = config.override_method("LlamaMLP.extra_repr", "def extra_repr(self): return 'mine'", new=True)
         >>> list(config.to_patcher().class_mapping)
         ['LlamaMLP']
 
-        The text of the file is executed, not written. Of its classes the Patcher replaces those whose code differs,
-        by what was patched or by a patched name that they use. No model has all classes of a modeling file, so a
-        load must meet one of them only. A process that unpickles the Patcher, or one of its classes, has to call
-        `to_patcher()` of the same config first.
+        The text of the file is executed, not written. The Patcher replaces the classes that are patched or use a
+        patched name. No model has all classes of a modeling file, so a load needs to contain only one of them. A
+        process that unpickles the Patcher, or one of its classes, has to call `to_patcher()` of the same config first.
 
         Raises:
-            CodegenError: the file can't be generated or imported, or no class of it differs.
+            CodegenError: if the file can't be generated or imported, or no class of it differs.
         """
         from patcher.codegen.bridges.to_patcher import to_patcher
 
@@ -277,7 +271,7 @@ class PatchConfig(PatchSpec):
         config: PretrainedConfig | None = None,
         target_file: str = "",
     ) -> PatchConfig:
-        """The config of the readable file that does to the models of a module what a Patcher does to them.
+        """Return the config of a readable file with the effect of a Patcher on the models of a module.
 
         >>> from transformers import LlamaForCausalLM
         >>> from patcher import Patcher
@@ -285,17 +279,17 @@ class PatchConfig(PatchSpec):
         'What a patcher does to the models of this module.'
 
         Replacements are copied with what they use of their own module, and fused classes are written out. The file
-        imports torch, transformers and what the replacements import. Its models read and write checkpoints of the
+        imports torch, transformers and what the replacements import. Its models load and save checkpoints of the
         original.
 
         Args:
-            patcher: what the file is to do.
+            patcher: the Patcher.
             model_class: a model of the module.
-            config: decides what is fused; without one, the defaults of the model's config class.
+            config: decides what is fused; by default, a config with the defaults of its class.
             target_file: the name of the file, `patched_<module>.py` by default.
 
         Raises:
-            CodegenError: the patcher reaches other modules, or does what one class for all layers can't.
+            CodegenError: if the patcher changes other modules, or layers of one class in different ways.
         """
         from patcher.codegen.bridges.from_patcher import describe_patcher
 
@@ -306,7 +300,7 @@ class PatchConfig(PatchSpec):
         describe_patcher(described, patcher, model_class, config)
         return described
 
-    # -- how it is kept -----------------------------------------------------------------------------------------
+    # -- registration -------------------------------------------------------------------------------------------
 
     def _register(
         self, kind: PatchKind, target: str, replacement: Any, description: str, name_map: NameMap, **options: Any
@@ -317,31 +311,29 @@ class PatchConfig(PatchSpec):
         def register(obj: Any, site: Location | None) -> Any:
             source = read_source(obj, call, where, site)
             if source.is_class != (kind is PatchKind.REPLACE_CLASS):
-                wanted = "a class" if kind is PatchKind.REPLACE_CLASS else "a function"
-                raise CodegenError(f"{where}: {call} needs {wanted}, and {source.name!r} isn't one.")
-            names = _name_map(name_map, source, call, where)
+                expected = "a class" if kind is PatchKind.REPLACE_CLASS else "a function"
+                raise CodegenError(f"{where}: {call} needs {expected}, and {source.name!r} isn't one.")
+            names = _renamed_words(name_map, source, call, where)
             patch = Patch(kind, target, obj, source, description or "", names, where, **options)
-            check_target(patch)
-            check_conflicts(patch, self.patches)
+            patch.check(self.patches)
             self.patches.append(patch)
             return obj
 
         return register(replacement, None) if replacement is not None else _decorator(register)
 
-    def _help(self, after: str, helper: Any, description: str, name_map: NameMap) -> Any:
+    def _add_helper(self, after: str, helper: Any, description: str, name_map: NameMap) -> Any:
         where, call = caller(), f"add_helper_after({after!r})" if after else "add_helper"
 
         def register(obj: Any, site: Location | None) -> Any:
             helper = Helper.of(obj, after, site)
-            for known in (known for known in self.helpers if known.source.name == helper.source.name):
+            for known in (known for known in self.helpers if known.__name__ == helper.__name__):
                 raise CodegenError(
-                    f"{where}: {call} adds {helper.source.name!r}, which is already a helper, added at "
+                    f"{where}: {call} adds {helper.__name__!r}, which is already a helper, added at "
                     f"{known.where}. Rename one."
                 )
-            names = _name_map(name_map, helper.source, call, where) or helper.name_map
-            self.helpers.add(
-                replace(helper, description=description or helper.description, name_map=names, after=after)
-            )
+            names = _renamed_words(name_map, helper.source, call, where) or helper.name_map
+            about = description or helper.description
+            self.helpers.add(replace(helper, description=about, name_map=names, after=after))
             return obj
 
         if helper is None:
@@ -352,7 +344,7 @@ class PatchConfig(PatchSpec):
 def _decorator(register: Callable[[Any, Location | None], Any]) -> Callable[[Any], Any]:
     def decorate(obj: Any) -> Any:
         site = caller()
-        if not stands_as_decorator(site):  # written as a call, config.replace_class("X")(MyX)
+        if not is_decorator_line(site):  # a call, config.replace_class("X")(MyX)
             return register(obj, None)
         register(obj, site)
         note_decorator(obj, site)
@@ -361,27 +353,27 @@ def _decorator(register: Callable[[Any, Location | None], Any]) -> Callable[[Any
     return decorate
 
 
-def _name_map(name_map: NameMap, source: Source, call: str, where: Location) -> tuple[tuple[str, str], ...]:
-    """The names of a patch text that a `name_map` changes, each with the one that it becomes."""
-    pairs = sorted((name_map or {}).items(), key=lambda pair: -len(pair[0]))  # the longest key that fits counts
+def _renamed_words(name_map: NameMap, source: Source, call: str, where: Location) -> tuple[tuple[str, str], ...]:
+    """Return the names in a source that a `name_map` changes, each with its new name."""
+    pairs = sorted((name_map or {}).items(), key=lambda pair: -len(pair[0]))  # the longest matching key wins
     for name in (name for pair in pairs for name in pair):
         if not name.isidentifier():
             raise CodegenError(
                 f"{where}: the name_map of {call} maps names and what they begin with, and {name!r} isn't a name."
             )
-    found = {}
+    renamed = {}
     for word in set(re.findall(r"[^\W\d]\w*", source.text)):
         for old, new in pairs:
-            if (renamed := _renamed(word, old, new)) != word:
-                found[word] = renamed
+            if (new_word := _renamed(word, old, new)) != word:
+                renamed[word] = new_word
                 break
-    return tuple(sorted(found.items()))
+    return tuple(sorted(renamed.items()))
 
 
 def _renamed(word: str, old: str, new: str) -> str:
-    """A name with other words in front: with `Qwen3VL` as `Qwen3VLMoe`, `_Qwen3VLModel` is `_Qwen3VLMoeModel`.
+    """Return a name with its first words replaced: `_Qwen3VLModel` is `_Qwen3VLMoeModel` for `Qwen3VL: Qwen3VLMoe`.
 
-    Only words of names in CamelCase can be told apart; any other `old` is a whole name.
+    Only the words of names in CamelCase are known; any other `old` is a whole name.
     """
     underscores = re.match("_*", word).group()  # type: ignore[union-attr]
     rest = word.removeprefix(underscores + old)

@@ -1,16 +1,25 @@
-"""What a config says: frozen records of patches, what they may not say, and what is around them."""
+"""The records of a config: patches, added imports, helpers and blocks, and what is left out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ast
+import textwrap
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Self, SupportsIndex, TypeVar
 
-from patcher.codegen.additions import Blocks, Helpers, Import, Names
 from patcher.errors import CodegenError
-from patcher.source.reading import Location, Source, caller, caller_module
+from patcher.source.reading import Location, Source, caller, caller_module, read_source
+from patcher.source.scopes import bound_names
+
+T = TypeVar("T")
+#: The maximal length of a line that the original doesn't have.
+WIDTH = 119
+
+
+# --- patches --------------------------------------------------------------------------------------------------------
 
 
 class PatchKind(Enum):
@@ -22,7 +31,7 @@ class PatchKind(Enum):
     MODIFY_INIT = "modify init"
     EXTERNAL = "external"
 
-    # The names that configs of other generators have for them.
+    # Aliases for configs of other generators.
     CLASS_REPLACEMENT = REPLACE_CLASS
     FUNCTION_REPLACEMENT = REPLACE_FUNCTION
     METHOD_OVERRIDE = OVERRIDE_METHOD
@@ -30,13 +39,17 @@ class PatchKind(Enum):
 
     @property
     def method(self) -> str:
-        """The call that makes such a patch."""
+        """The call that creates such a patch."""
         return "create_patch_from_external" if self is PatchKind.EXTERNAL else self.name.lower()
+
+
+#: An alias for configs of other generators.
+PatchType = PatchKind
 
 
 @dataclass(frozen=True)
 class External:
-    """An object that the generated file imports instead of holding its source.
+    """An object that the generated file imports instead of containing its source.
 
     Attributes:
         module: the module to import from.
@@ -48,25 +61,21 @@ class External:
     name: str
     patch_type: PatchKind | None = None
 
-    def statement(self, target: str) -> str:
-        """The import that binds the object to a name."""
-        return f"from {self.module} import {self.name}" + (f" as {target}" if target != self.name else "")
-
 
 @dataclass(frozen=True)
 class Patch:
-    """One change of one definition. Made by the methods of `PatchConfig` and by `create_patch_from_external`.
+    """One change of one definition, created by the methods of `PatchConfig` and by `create_patch_from_external`.
 
     Attributes:
         kind: what is done.
         target: `"Class"`, `"function"` or `"Class.method"`.
         replacement: the class or function, its text, or an `External`.
         source: the text of the replacement, None for an `External`.
-        description: why, in the words of the author.
+        description: the reason, in the author's words.
         name_map: names of the replacement, each with the name that the generated file uses instead.
         where: the line of the config.
-        keep_decorators: whether decorators of the original stay.
-        new: whether an overridden method may be missing; None decides by how close the known names are.
+        keep_decorators: whether the decorators of the original are kept.
+        new: whether an overridden method may be missing; None decides by the similarity of existing names.
     """
 
     kind: PatchKind
@@ -80,18 +89,18 @@ class Patch:
     new: bool | None = None
 
     @property
-    def wanted(self) -> PatchKind | None:
-        """The kind of patch that the target must fit; None for an external that takes any."""
+    def target_kind(self) -> PatchKind | None:
+        """The kind of patch that the target must fit; None for an external object that may replace anything."""
         return self.replacement.patch_type if isinstance(self.replacement, External) else self.kind
 
     @property
     def is_import(self) -> bool:
-        """Whether an import in the place of the target does it: nothing else binds an attribute, or a member."""
+        """Whether an import at the target's place binds it, as it can't for attributes and members."""
         return isinstance(self.replacement, External) and "." not in f"{self.target}{self.replacement.name}"
 
     @property
     def call(self) -> str:
-        """The call that made this patch, for messages and the header."""
+        """The call that created the patch, for messages and the header."""
         return f"{self.kind.method}({self.target!r})"
 
     @property
@@ -101,34 +110,255 @@ class Patch:
 
     @property
     def place(self) -> Location:
-        """Where its code is: the line of the `def` or `class`, or of the config that gives it as text."""
+        """The line of the `def` or `class` of its code, or of the config that gives it as text."""
         if self.source is None or not self.source.file:
             return self.where
         return Location(self.source.file, self.source.line + self.source.tree().lineno - 1)
 
     def error(self, text: str) -> CodegenError:
-        """What is wrong with the patch, with the line and the call that made it."""
+        """Return an error with the line and the call that created the patch."""
         return CodegenError(f"{self.where}: {self.call} {text}")
 
+    def check(self, others: Iterable[Patch]) -> None:
+        """Raise a CodegenError for a target that no definition can have, or that another patch changes."""
+        parts, kind = self.target.split("."), self.target_kind
+        if not all(part.isidentifier() for part in parts):
+            raise self.error(f"names no definition: {self.target!r} isn't a dotted name.")
+        if kind is PatchKind.OVERRIDE_METHOD and len(parts) < 2:
+            raise self.error(
+                "names no method. Write override_method('Class.method'), or use replace_function for a function."
+            )
+        if kind is PatchKind.REPLACE_FUNCTION and len(parts) > 1:
+            raise self.error("names no function of the module. For a method, use override_method.")
+        if len(parts) > 2 or (len(parts) > 1 and kind in (PatchKind.REPLACE_CLASS, PatchKind.MODIFY_INIT)):
+            raise self.error(
+                f"names a part of a method or of a nested class. Use replace_class({parts[0]!r}) for all that is "
+                "around."
+            )
+        for other in others:
+            outer, inner = sorted((self.definition, other.definition), key=len)
+            if inner == outer:
+                raise self.error(f"is given twice: {other.call} at {other.where} already changes it. Remove one.")
+            if inner.startswith(outer + "."):
+                raise self.error(
+                    f"and {other.call} at {other.where} change one definition: "
+                    f"{outer!r} is replaced as a whole, {inner!r} would be lost. Write it into the replacement."
+                )
 
-#: what other generators call it
-PatchType = PatchKind
+
+def create_patch_from_external(
+    target: str,
+    replacement_module: str,
+    replacement_name: str,
+    description: str = "",
+    *,
+    patch_type: PatchKind | None = None,
+) -> Patch:
+    """Create a patch that binds `target` to an imported object, instead of copying its source into the file.
+
+    >>> from patcher.codegen import PatchConfig, generate
+    >>> config = PatchConfig("transformers.models.qwen3.modeling_qwen3", "patched_modeling_qwen3.py")
+    >>> config.patches.append(create_patch_from_external("Qwen3RMSNorm", "torch.nn", "RMSNorm"))
+    >>> "from torch.nn import RMSNorm" in generate(config)
+    True
+
+    Args:
+        target: the class, function or method.
+        replacement_module: the module to import from.
+        replacement_name: the object in it.
+        description: the reason.
+        patch_type: the kind of patch that the target must fit, `PatchKind.REPLACE_FUNCTION` for example.
+
+    Raises:
+        CodegenError: for names that can't be imported.
+    """
+    where, call = caller(), f"create_patch_from_external({target!r})"
+    check_description(description, call, where)
+    if patch_type in (PatchKind.MODIFY_INIT, PatchKind.EXTERNAL):
+        raise CodegenError(
+            f"{where}: create_patch_from_external({target!r}) can't do patch_type={patch_type.name}. Give the kind of "
+            "the target: REPLACE_CLASS, REPLACE_FUNCTION or OVERRIDE_METHOD."
+        )
+    for dotted in (replacement_module, replacement_name):
+        if not all(part.isidentifier() for part in dotted.split(".")):
+            raise CodegenError(f"{where}: {call} can't import {dotted!r}, which isn't a dotted name.")
+    external = External(replacement_module, replacement_name, patch_type)
+    patch = Patch(PatchKind.EXTERNAL, target, external, None, description, (), where)
+    patch.check(())
+    return patch
+
+
+def check_description(description: Any, call: str, where: Location) -> None:
+    """Raise a CodegenError for arguments in the order of another generator."""
+    if not isinstance(description, str | None):
+        raise CodegenError(
+            f"{where}: {call} was given description={description!r}, which isn't a text. Other arguments than the "
+            "first ones have names here: write name_map=... or patch_type=..."
+        )
+
+
+# --- additions ------------------------------------------------------------------------------------------------------
+
+
+def import_by_line(module: str, names: Iterable[str]) -> list[str]:
+    """Return the lines of an import with one name per line."""
+    return [f"from {module} import (", *(f"    {name}," for name in names), ")"]
+
+
+@dataclass(frozen=True)
+class Import:
+    """An import statement that the generated file has in addition to the original's."""
+
+    module: str
+    names: tuple[tuple[str, str], ...]
+    alias: str
+    where: Location
+
+    def lines(self) -> list[str]:
+        """Return the statement, with one name per line if it would be long."""
+        if not self.names:
+            return [f"import {self.module}" + (f" as {self.alias}" if self.alias else "")]
+        names = [name if name == bound else f"{name} as {bound}" for name, bound in self.names]
+        line = f"from {self.module} import {', '.join(names)}"
+        return [line] if len(line) <= WIDTH else import_by_line(self.module, names)
+
+    def bound(self) -> dict[str, tuple[str, str]]:
+        """Return the names that the statement binds, each with the module and the name in it."""
+        if self.names:
+            return {bound: (self.module, name) for name, bound in self.names}
+        top = self.module.split(".")[0]
+        return {self.alias: (self.module, "")} if self.alias else {top: (top, "")}
+
+
+@dataclass(frozen=True)
+class Helper:
+    """A class or function that patches use, at the top of the file or right after one of its definitions."""
+
+    source: Source
+    obj: Any
+    description: str
+    name_map: tuple[tuple[str, str], ...]
+    after: str
+    where: Location
+
+    @property
+    def __name__(self) -> str:
+        """The name in the file, like that of the class or function itself."""
+        return self.source.name
+
+    @classmethod
+    def of(cls, obj: Any, after: str = "", site: Location | None = None) -> Helper:
+        """Return the helper for a class or function, for the text of one, or of another config."""
+        if isinstance(obj, Helper):
+            return obj
+        call, where = f"add_helper_after({after!r})" if after else "add_helper", caller()
+        return cls(read_source(obj, call, where, site), obj, "", (), after, where)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Statements after the imports."""
+
+    code: str
+    description: str
+    where: Location
+
+    @classmethod
+    def of(cls, block: Block | str) -> Block:
+        """Return the block for a text, or of another config."""
+        if isinstance(block, Block):
+            return block
+        where, call = caller(), "add_post_import_block"
+        code = textwrap.dedent(block.replace("\r\n", "\n")).strip("\n")
+        try:
+            is_empty = not ast.parse(code).body
+        except SyntaxError as error:
+            raise CodegenError(
+                f"{where}: the text given to {call} does not parse: {error.msg}, on line {error.lineno} of it."
+            ) from error
+        if is_empty:
+            raise CodegenError(f"{where}: the text given to {call} holds no statement.")
+        return cls(code, "", where)
+
+
+class _Records(list[T]):
+    """A list that converts its items to records: functions to helpers, texts to blocks."""
+
+    convert: Callable[[Any], T]
+
+    def append(self, item: Any) -> None:
+        super().append(self.convert(item))
+
+    def extend(self, items: Iterable[Any]) -> None:
+        super().extend([self.convert(item) for item in items])
+
+    def insert(self, index: SupportsIndex, item: Any) -> None:
+        super().insert(index, self.convert(item))
+
+    def __iadd__(self, items: Iterable[Any]) -> Self:  # type: ignore[override,misc]
+        self.extend(items)
+        return self
+
+
+class Helpers(_Records[Helper]):
+    """The helpers of a config.
+
+    Extending it by those of another config takes the helpers at the top of that file only: one after a definition is
+    added by `add_helper_after`.
+    """
+
+    convert = staticmethod(Helper.of)
+
+    def extend(self, items: Iterable[Any]) -> None:
+        super().extend(item for item in items if not (isinstance(item, Helper) and item.after))
+
+    def add(self, helper: Helper) -> None:
+        """Append a helper that may be placed after a definition."""
+        list.append(self, helper)
+
+
+class Blocks(_Records[Block]):
+    """The blocks of a config."""
+
+    convert = staticmethod(Block.of)
+
+
+class Names(dict[str, Location]):
+    """A set of names, each with the line that first added it."""
+
+    def add(self, name: str) -> None:
+        """Add one name."""
+        self.update((name,))
+
+    def update(self, *names: Iterable[str]) -> None:  # type: ignore[override]
+        """Add several names; those of another config keep their lines."""
+        where = caller()
+        for added in names:
+            for name in added:
+                self.setdefault(name, added[name] if isinstance(added, Names) else where)
+
+    def __ior__(self, names: Iterable[str]) -> Self:  # type: ignore[override,misc]
+        self.update(names)
+        return self
+
+
+# --- the config as the generator reads it ---------------------------------------------------------------------------
 
 
 class PatchSpec:
-    """What to change in one modeling module, and the file to write it to. The generator reads this and nothing else.
+    """What to change in one modeling module, and the file to write it to. The generator reads nothing else.
 
     Attributes:
-        where: the line that made it.
-        config_module, config_file: the module that the line is in.
+        where: the line that created it.
+        config_module, config_file: the module of that line.
     """
 
     def __init__(self, source_module: str, target_file: str = "patched_modeling.py", description: str = "") -> None:
         self.where = caller()
-        self.config_module, self.config_file = caller_module()
+        self.config_module, self.config_file = caller_module(), self.where.file
         if not all(part.isidentifier() for part in source_module.split(".")):
-            raise CodegenError(
-                f"{self.where}: source_module={source_module!r} isn't a module name. "
+            raise self.error(
+                f"source_module={source_module!r} isn't a module name. "
                 "Give a dotted name, such as 'transformers.models.llama.modeling_llama'."
             )
         self.source_module = source_module
@@ -138,18 +368,18 @@ class PatchSpec:
         self.imports: list[Import] = []
         self.helpers = Helpers()
         self.blocks = Blocks()
-        self.dropped = Names()
-        self.excluded = Names()
+        self.dropped = Names()  # imported names
+        self.excluded = Names()  # definitions
         self.undecorated: dict[tuple[str, str], Location] = {}  # of (definition, decorator)
-        #: class -> the name that it gets; the one that it has stays another name for it
+        #: class -> its new name; the old one stays an alias
         self.renamed: dict[str, str] = {}
         #: class -> a helper that it inherits from as well
         self.bases: dict[str, str] = {}
-        #: the originals of classes that were written anew, beside them
+        #: classes that have a fused subclass in the file
         self.derived: list[str] = []
-        #: statements behind the definitions
+        #: statements after the definitions
         self.endings = Blocks()
-        #: the Patcher that it was made from, and the patches that do what that does
+        #: the Patcher that it was created from, and the patches that have its effect
         self.runtime: Any = None
         self.of_runtime: tuple[Patch, ...] = ()
         #: whether checkpoints of the file's models are converted by what it registers alone
@@ -173,114 +403,29 @@ class PatchSpec:
             )
         self._target_file = name
 
-    # What other generators call the same.
-    additional_imports = property(lambda self: self.imports, lambda self, given: _fill(self.imports, given))
-    post_import_blocks = property(lambda self: self.blocks, lambda self, given: _fill(self.blocks, given))
-    drop_imported_names = property(lambda self: self.dropped, lambda self, given: _fill(self.dropped, given))
+    # Aliases for configs of other generators.
+    additional_imports = property(lambda self: self.imports, lambda self, items: _assign(self.imports, items))
+    post_import_blocks = property(lambda self: self.blocks, lambda self, items: _assign(self.blocks, items))
+    drop_imported_names = property(lambda self: self.dropped, lambda self, items: _assign(self.dropped, items))
 
     def error(self, text: str) -> CodegenError:
-        """What is wrong with the config, with its line."""
+        """Return an error with the line of the config."""
         return CodegenError(f"{self.where}: {text}")
 
     def refusal(self, text: str) -> CodegenError:
-        """What no file can do, which a Patcher does."""
+        """Return the error for what a Patcher does and no file can do."""
         return self.error(f"{text}. Load with the patcher itself.")
 
-    @property
-    def changes(self) -> bool:
-        """Whether the file is anything but the original below a header."""
-        parts = (self.patches, self.imports, self.helpers, self.blocks, self.dropped, self.excluded, self.undecorated)
-        return any((*parts, self.renamed, self.bases, self.endings))
+    def added_names(self) -> set[str]:
+        """Return the names that helpers, imports and blocks bind."""
+        names = {helper.__name__ for helper in self.helpers}
+        names.update(name for statement in self.imports for name in statement.bound())
+        return names.union(*(bound_names(ast.parse(block.code)) for block in self.blocks))
 
 
-def _fill(mine: Any, given: Any) -> None:
-    """What `config.additional_imports = given` does, and `+=`, which has changed the very list already."""
-    if given is not mine:
-        given = list(given)
-        mine.clear()
-        mine.update(given) if isinstance(mine, Names) else mine.extend(given)
-
-
-def create_patch_from_external(
-    target: str,
-    replacement_module: str,
-    replacement_name: str,
-    description: str = "",
-    *,
-    patch_type: PatchKind | None = None,
-) -> Patch:
-    """A patch that binds `target` to an imported object, instead of copying its source into the file.
-
-    >>> from patcher.codegen import PatchConfig, generate
-    >>> config = PatchConfig("transformers.models.qwen3.modeling_qwen3", "patched_modeling_qwen3.py")
-    >>> config.patches.append(create_patch_from_external("Qwen3RMSNorm", "torch.nn", "RMSNorm"))
-    >>> "from torch.nn import RMSNorm" in generate(config)
-    True
-
-    Args:
-        target: the class, function or method.
-        replacement_module: the module to import from.
-        replacement_name: the object in it.
-        description: why.
-        patch_type: the kind of a target that must be nothing else, `PatchKind.REPLACE_FUNCTION` for example.
-
-    Raises:
-        CodegenError: for names that can't be imported.
-    """
-    where = caller()
-    check_description(description, f"create_patch_from_external({target!r})", where)
-    if patch_type in (PatchKind.MODIFY_INIT, PatchKind.EXTERNAL):
-        raise CodegenError(
-            f"{where}: create_patch_from_external({target!r}) can't do patch_type={patch_type.name}. Give the kind of "
-            "the target: REPLACE_CLASS, REPLACE_FUNCTION or OVERRIDE_METHOD."
-        )
-    for dotted in (replacement_module, replacement_name):
-        if not all(part.isidentifier() for part in dotted.split(".")):
-            raise CodegenError(
-                f"{where}: create_patch_from_external({target!r}) can't import {dotted!r}, which isn't a dotted name."
-            )
-    external = External(replacement_module, replacement_name, patch_type)
-    patch = Patch(PatchKind.EXTERNAL, target, external, None, description, (), where)
-    check_target(patch)
-    return patch
-
-
-def check_description(description: Any, call: str, where: Location) -> None:
-    """Raise a CodegenError for arguments in the order of another generator."""
-    if not isinstance(description, str | None):
-        raise CodegenError(
-            f"{where}: {call} was given description={description!r}, which isn't a text. Other arguments than the "
-            "first ones have names here: write name_map=... or patch_type=..."
-        )
-
-
-def check_target(patch: Patch) -> None:
-    """Raise a CodegenError for a target that no definition can have."""
-    parts = patch.target.split(".")
-    if not all(part.isidentifier() for part in parts):
-        raise patch.error(f"names no definition: {patch.target!r} isn't a dotted name.")
-    if patch.wanted is PatchKind.OVERRIDE_METHOD and len(parts) < 2:
-        raise patch.error(
-            "names no method. Write override_method('Class.method'), or use replace_function for a function."
-        )
-    if patch.wanted is PatchKind.REPLACE_FUNCTION and len(parts) > 1:
-        raise patch.error("names no function of the module. For a method, use override_method.")
-    if len(parts) > 2 or (len(parts) > 1 and patch.wanted in (PatchKind.REPLACE_CLASS, PatchKind.MODIFY_INIT)):
-        raise patch.error(
-            f"names a part of a method or of a nested class. Use replace_class({parts[0]!r}) for all that is around."
-        )
-
-
-def check_conflicts(patch: Patch, others: Iterable[Patch]) -> None:
-    """Raise a CodegenError if another patch changes the same definition."""
-    mine = patch.definition
-    for other in others:
-        theirs = other.definition
-        if mine == theirs:
-            raise patch.error(f"is given twice: {other.call} at {other.where} already changes it. Remove one.")
-        inner, outer = (mine, theirs) if mine.startswith(theirs + ".") else (theirs, mine)
-        if inner.startswith(outer + "."):
-            raise patch.error(
-                f"and {other.call} at {other.where} change one definition: "
-                f"{outer!r} is replaced as a whole, {inner!r} would be lost. Write it into the replacement."
-            )
+def _assign(records: Any, items: Any) -> None:
+    """Assign to an alias; after `+=`, the items are the list itself."""
+    if items is not records:
+        items = list(items)
+        records.clear()
+        records.update(items) if isinstance(records, Names) else records.extend(items)

@@ -39,8 +39,7 @@ from patcher.fusions.joined import Joined
 from patcher.fusions.methods import Method, NotUnderstoodError, names_in, self_of
 from patcher.fusions.sharing import Form, called_parts
 from patcher.source.call_sites import positional_parameters
-from patcher.source.edits import Edit, Text, applied
-from patcher.source.texts import indented, module_of_text
+from patcher.source.texts import Edit, Text, applied, indented, module_of_text
 
 #: The package of the modules of rewritten code, in `sys.modules` and in tracebacks.
 PACKAGE = "patcher.fusions.rewritten"

@@ -21,7 +21,8 @@ from patcher.codegen.config import PatchConfig
 from patcher.compat import standing_alone
 from patcher.errors import CodegenError
 from patcher.fusions.patch_embeddings import LinearPatchEmbedding
-from patcher.source.reading import Location, read_source, start_line, unwrap
+from patcher.source.reading import Location, read_source, unwrap
+from patcher.source.scopes import start_line
 from patcher.source.texts import indented, moved
 
 #: Members that only pickle an object.

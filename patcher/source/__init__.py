@@ -1,1 +1,1 @@
-"""Python source as data: read, analysed, edited and made, without importing what it belongs to."""
+"""Python source as data: read, analyzed and edited without importing it."""

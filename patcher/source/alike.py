@@ -1,4 +1,4 @@
-"""Whether two classes or functions compute the same, judged by the code objects that run, never by text.
+"""Whether two classes or functions compute the same, judged by their code objects, never by their text.
 
 >>> def scaled(x, weight): return x * weight
 >>> def times(x, weight): "Another name, the same code."; return x * weight
@@ -7,12 +7,12 @@
 >>> difference(scaled, lambda x, weight: x * (1 + weight))
 'scaled: other code'
 
-A rebound method, a file that was edited after its import and a notebook cell are judged by what they are now. Left out
-is what makes no difference: names of classes, of functions and of locals (not of parameters: callers use them),
-docstrings, annotations, positions. Global names are compared by what they mean, each in its own module.
+A rebound method, a file that was edited after its import and a notebook cell are judged by the code that runs. Ignored
+are the names of classes, functions and locals (not of parameters: callers use them), docstrings, annotations and
+positions. Global names are compared by their values in the respective module.
 
-Anything that isn't known to be the same counts as different: the one mistake that must not happen here is to call two
-alike that compute something else.
+Anything that isn't known to be the same counts as different: two classes that compute something else must never be
+called alike.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ import torch
 
 T = TypeVar("T")
 
-#: What a class has whatever it computes, what only shows it or initialises weights that a checkpoint has, and what the
-#: decorators of kernels note on it.
-_LEFT_OUT = frozenset(
+#: Attributes that every class has, that only represent it or initialize weights, or that decorators of kernels set.
+_IGNORED = frozenset(
     {
         *("__module__", "__qualname__", "__doc__", "__annotations__", "__annotate__", "__annotate_func__"),
         *("__annotations_cache__", "__conditional_annotations__", "__dict__", "__weakref__", "__firstlineno__"),
@@ -42,86 +41,73 @@ _LEFT_OUT = frozenset(
         *("kernel_layer_name", "kernel_condition", "can_torch_compile", "has_backward"),
     }
 )
-#: Code that reads one of these may depend on what it, or its class, is called or where it is.
-_REFLECTS = frozenset(
+#: Code that reads one of these may depend on the name or the place of itself or its class.
+_REFLECTIVE = frozenset(
     {
-        *(
-            "__name__",
-            "__qualname__",
-            "__module__",
-            "__doc__",
-            "__annotations__",
-            "__code__",
-            "__globals__",
-            "__file__",
-        ),
+        *("__name__", "__qualname__", "__module__", "__doc__", "__annotations__", "__code__", "__globals__"),
+        "__file__",
         *("globals", "locals", "eval", "exec", "_getframe", "currentframe", "stack", "getsource", "signature"),
     }
 )
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), torch.device)
 _LOCAL = frozenset(dis.haslocal) | frozenset(dis.hasfree)
-#: Relative imports mean what is beside the module; a global that is assigned is a state of the module's own.
-_OF_THE_MODULE = frozenset({"IMPORT_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
-#: What some objects around functions are made of; a subclass of theirs may do anything.
-_MADE_OF: dict[type, tuple[str, ...]] = {
+#: Relative imports depend on the package of the module, and an assigned global is state of the module.
+_MODULE_OPERATIONS = frozenset({"IMPORT_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
+#: The parts of some objects around functions; a subclass of theirs may do anything.
+_PARTS: dict[type, tuple[str, ...]] = {
     staticmethod: ("__func__",),
     classmethod: ("__func__",),
     property: ("fget", "fset", "fdel"),
     functools.cached_property: ("func", "attrname"),
     types.MethodType: ("__func__", "__self__"),
 }
-#: On a function that is in the place of another for a while: the other, None if nothing was there.
+#: The attribute of a temporary replacement with the function that it replaces, None if there was none.
 IN_PLACE_OF = "_patcher_in_place_of"
 _MISSING = object()
 
 
 class _DifferenceError(Exception):
-    """Where two differ."""
+    """The first difference of a comparison."""
 
 
 def difference(one: Any, other: Any) -> str:
-    """The first place where two classes or functions differ in what they compute, "" if they compute the same."""
+    """Return the first difference in what two classes or functions compute, "" if they compute the same."""
     try:
         _Comparison().compare(one, other, getattr(one, "__name__", ""))
-    except _DifferenceError as found:
-        return str(found)
+    except _DifferenceError as error:
+        return str(error)
     return ""
 
 
 def candidates(targets: Iterable[type], classes: Iterable[T]) -> list[T]:
-    """The classes whose forward has the code of one of the targets': few of many, found quickly, that may be alike."""
-    wanted: dict[Any, list[Any]] = {}
-    for target in targets:
-        code = _code_of_forward(target)
-        wanted.setdefault(_size(code), []).append(code and of_code(code).does)
-    codes = ((cls, _code_of_forward(cls)) for cls in classes)
-    sized = ((cls, code, wanted[size]) for cls, code in codes if (size := _size(code)) in wanted)
-    return [cls for cls, code, does in sized if (code and of_code(code).does) in does]
+    """Return the classes whose forward has the code of a target's: a fast selection of those that may be alike."""
 
+    def forward(cls: Any) -> Any:
+        return getattr(getattr(cls, "forward", None), "__code__", None)
 
-def _code_of_forward(cls: Any) -> types.CodeType | None:
-    code: types.CodeType | None = getattr(getattr(cls, "forward", None), "__code__", None)
-    return code
+    def size(code: Any) -> Any:
+        return code and (code.co_nlocals, code.co_stacksize)
 
-
-def _size(code: types.CodeType | None) -> Any:
-    return code and (code.co_nlocals, code.co_stacksize)
+    codes = [forward(target) for target in targets]
+    sizes, operations = set(map(size, codes)), [code and of_code(code).operations for code in codes]
+    sized = ((cls, code) for cls in classes if size(code := forward(cls)) in sizes)
+    return [cls for cls, code in sized if (code and of_code(code).operations) in operations]
 
 
 def without_kernel(value: Any) -> Any:
-    """The function in what the decorator of the `kernels` package makes of one: an object that may choose a kernel."""
-    home: Any = type(value).__module__  # of a function of Cython a descriptor
-    if not isinstance(home, str) or home.partition(".")[0] != "kernels":
+    """Return the function inside of what a decorator of the `kernels` package returns, which may choose a kernel."""
+    module: Any = type(value).__module__  # a descriptor for functions of Cython
+    if not isinstance(module, str) or module.partition(".")[0] != "kernels":
         return value
     closure = inspect.getclosurevars(type(value).forward).nonlocals if callable(value) else {}
     return closure.get("func", value)
 
 
 class _Comparison:
-    """One comparison. What refers to itself is alike if everything else is, so a pair is looked at once."""
+    """One comparison. Each pair is compared once: recursive references are alike if everything else is."""
 
     def __init__(self) -> None:
-        self.pairs: set[tuple[int, int]] = set()  # of functions and classes, which outlive the comparison
+        self.pairs: set[tuple[int, int]] = set()  # ids of functions and classes, which outlive the comparison
 
     def compare(self, one: Any, other: Any, where: str) -> None:
         one, other = without_kernel(one), without_kernel(other)
@@ -131,12 +117,12 @@ class _Comparison:
         if isinstance(one, type | types.FunctionType):
             if (id(one), id(other)) not in self.pairs:
                 self.pairs.add((id(one), id(other)))
-                differ: Any = self._classes if isinstance(one, type) else self._functions
-                differ(one, other, where)
+                compare: Any = self._compare_classes if isinstance(one, type) else self._compare_functions
+                compare(one, other, where)
         elif isinstance(one, tuple):
             _require(len(one) == len(other), where, "other lengths")
-            for number, (mine, its) in enumerate(zip(one, other, strict=True)):
-                self.compare(mine, its, f"{where}[{number}]")
+            for index, (item, other_item) in enumerate(zip(one, other, strict=True)):
+                self.compare(item, other_item, f"{where}[{index}]")
         elif isinstance(one, _PLAIN):
             _require(repr(one) == repr(other), where, f"{one!r} and {other!r}")  # 0.0 isn't -0.0
         elif not isinstance(one, logging.Logger):
@@ -144,44 +130,42 @@ class _Comparison:
             _require(parts is not None, where, f"two objects of {type(one).__name__}")
             self.compare(parts, _parts(other), where)
 
-    def _classes(self, one: type, other: type, where: str) -> None:
-        mine, its = members(one), members(other)
-        _require(mine.keys() == its.keys(), where, f"only one has {', '.join(sorted(mine.keys() ^ its.keys()))}")
+    def _compare_classes(self, one: type, other: type, where: str) -> None:
+        members, others = _members(one), _members(other)
+        differing = ", ".join(sorted(members.keys() ^ others.keys()))
+        _require(not differing, where, f"only one has {differing}")
         self.compare(one.__bases__, other.__bases__, f"{where}, bases")
-        for name in sorted(mine):
-            self.compare(mine[name], its[name], f"{where}.{name}")
+        for name in sorted(members):
+            self.compare(members[name], others[name], f"{where}.{name}")
 
-    def _functions(self, one: types.FunctionType, other: types.FunctionType, where: str) -> None:
-        code, code_there = of_code(one.__code__), of_code(other.__code__)
-        if reads := code.reflects | code_there.reflects:
+    def _compare_functions(self, one: types.FunctionType, other: types.FunctionType, where: str) -> None:
+        code, other_code = of_code(one.__code__), of_code(other.__code__)
+        if reads := code.reflective | other_code.reflective:
             raise _DifferenceError(f"{where}: it reads {', '.join(sorted(reads))}, so what it is called may matter")
-        _require(code.does == code_there.does, where, "other code")
+        _require(code.operations == other_code.operations, where, "other code")
         same_module = one.__globals__ is other.__globals__
-        _require(same_module or not code.is_of_its_module, where, "it imports, or assigns a global")
-        for what, (mine, its) in {
-            "defaults": (one.__defaults__, other.__defaults__),
-            "keyword defaults": (_sorted(one.__kwdefaults__), _sorted(other.__kwdefaults__)),
-            "attributes": (_sorted(vars(one)), _sorted(vars(other))),
-            "closure": (one.__closure__, other.__closure__),
-        }.items():
-            self.compare(mine, its, f"{where}, {what}")
-        for name, name_there in zip(code.global_names, code_there.global_names, strict=True):
-            self.compare(_meant(name, one), _meant(name_there, other), f"{where} -> {name}")
+        _require(same_module or not code.depends_on_module, where, "it imports, or assigns a global")
+        self.compare(one.__defaults__, other.__defaults__, f"{where}, defaults")
+        self.compare(_sorted(one.__kwdefaults__), _sorted(other.__kwdefaults__), f"{where}, keyword defaults")
+        self.compare(_sorted(vars(one)), _sorted(vars(other)), f"{where}, attributes")
+        self.compare(one.__closure__, other.__closure__, f"{where}, closure")
+        for name, other_name in zip(code.global_names, other_code.global_names, strict=True):
+            self.compare(_global_value(name, one), _global_value(other_name, other), f"{where} -> {name}")
 
 
-def members(cls: type) -> dict[str, Any]:
-    """What a class itself has that what it computes may depend on."""
-    found = {name: value for name, value in vars(cls).copy().items() if name not in _LEFT_OUT}
-    while hasattr(found.get("__init__"), IN_PLACE_OF):
-        found["__init__"] = getattr(found["__init__"], IN_PLACE_OF)
-        if found["__init__"] is None:
-            del found["__init__"]
-    return found
+def _members(cls: type) -> dict[str, Any]:
+    """Return the attributes of a class itself that its computation may depend on."""
+    members = {name: value for name, value in vars(cls).copy().items() if name not in _IGNORED}
+    while hasattr(members.get("__init__"), IN_PLACE_OF):
+        members["__init__"] = getattr(members["__init__"], IN_PLACE_OF)
+        if members["__init__"] is None:
+            del members["__init__"]
+    return members
 
 
-def _require(condition: bool, where: str, why: str) -> None:
+def _require(condition: bool, where: str, difference: str) -> None:
     if not condition:
-        raise _DifferenceError(f"{where}: {why}")
+        raise _DifferenceError(f"{where}: {difference}")
 
 
 def _sorted(named: Mapping[str, Any] | None) -> tuple[tuple[str, Any], ...]:
@@ -189,82 +173,82 @@ def _sorted(named: Mapping[str, Any] | None) -> tuple[tuple[str, Any], ...]:
 
 
 def _parts(value: Any) -> tuple[Any, ...] | None:
-    """What an object is made of, None if that isn't known to be all that it computes by."""
+    """Return the parts of an object, None if its computation may depend on anything else."""
     if isinstance(value, types.CellType):
         try:
             return (value.cell_contents,)
-        except ValueError:  # nothing was put in it yet
+        except ValueError:  # empty
             return ()
-    if type(value).__module__ == "torch.autograd.grad_mode":  # what `@torch.no_grad()` closes over
+    if type(value).__module__ == "torch.autograd.grad_mode":  # in the closure of `@torch.no_grad()`
         return _sorted(vars(value))
     if type(value) is functools.partial:
         return value.func, value.args, _sorted(value.keywords)
-    names = _MADE_OF.get(type(value))
+    names = _PARTS.get(type(value))
     return None if names is None else tuple(getattr(value, name) for name in names)
 
 
 class Code(NamedTuple):
-    """What is known of a code object, and of the functions in it.
+    """A summary of a code object and the functions in it.
 
     Attributes:
-        does: what it does, without positions, docstrings and the names of locals; global names are numbered.
-        global_names: those that it reads, by their numbers.
-        reflects: what it reads that may depend on names and places.
-        is_of_its_module: whether it imports, or assigns a global.
+        operations: its operations without positions, docstrings and names of locals; global names are indices.
+        global_names: the global names that it reads, by index.
+        reflective: the names it reads whose values may depend on names and places.
+        depends_on_module: whether it imports, or assigns a global.
     """
 
-    does: tuple[Any, ...]
+    operations: tuple[Any, ...]
     global_names: tuple[str, ...]
-    reflects: frozenset[str]
-    is_of_its_module: bool
+    reflective: frozenset[str]
+    depends_on_module: bool
 
 
 @functools.lru_cache(maxsize=8192)
 def of_code(code: types.CodeType) -> Code:
-    """What is compared of a code object: kept by the code object itself, which doesn't change."""
+    """Return the summary of a code object."""
     parameters = code.co_argcount + code.co_kwonlyargcount
     parameters += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
-    # Free variables by their places, which is how the function around this one hands them in.
-    numbers = {name: number for number, name in enumerate((*code.co_varnames[:parameters], *code.co_freevars))}
+    # Free variables by position, as the enclosing function passes them.
+    indices = {name: index for index, name in enumerate((*code.co_varnames[:parameters], *code.co_freevars))}
     instructions = list(dis.get_instructions(code))
-    inner = [of_code(each) for each in code.co_consts if isinstance(each, types.CodeType)]
-    own_names = [each.argval for each in instructions if each.opname == "LOAD_GLOBAL"]
-    global_names = tuple(dict.fromkeys([*own_names, *(name for each in inner for name in each.global_names)]))
-    does: list[Any] = []
+    nested = [of_code(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    own_names = [instruction.argval for instruction in instructions if instruction.opname == "LOAD_GLOBAL"]
+    global_names = tuple(dict.fromkeys([*own_names, *(name for function in nested for name in function.global_names)]))
+    operations: list[Any] = []
     for instruction in instructions:
         value = instruction.argval
         if instruction.opcode in _LOCAL:
             names = value if isinstance(value, tuple) else (value,)
-            value = tuple(numbers.setdefault(name, len(numbers)) for name in names)
+            value = tuple(indices.setdefault(name, len(indices)) for name in names)
         elif instruction.opname == "LOAD_GLOBAL":
-            value = global_names.index(value), instruction.argrepr != value  # with a NULL, where it is called
+            value = global_names.index(value), instruction.argrepr != value  # with a NULL in calls
         elif instruction.opcode in dis.hasname:
             value = instruction.argrepr
         elif instruction.opcode in dis.hasconst:
             value = _constant(value)
         else:
             value = instruction.arg
-        does.append((instruction.opcode, value))
+        operations.append((instruction.opcode, value))
     shape = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags & ~inspect.CO_NESTED
-    # A global of a function inside has one number there and one here.
-    numbered = tuple(tuple(global_names.index(name) for name in each.global_names) for each in inner)
+    # A global name has different indices in a nested function and here.
+    nested_indices = tuple(tuple(global_names.index(name) for name in function.global_names) for function in nested)
     return Code(
-        (*shape, code.co_exceptiontable, code.co_varnames[:parameters], tuple(does), numbered),
+        (*shape, code.co_exceptiontable, code.co_varnames[:parameters], tuple(operations), nested_indices),
         global_names,
-        _REFLECTS.intersection(code.co_names).union(*(each.reflects for each in inner)),
-        any(each.opname in _OF_THE_MODULE for each in instructions) or any(each.is_of_its_module for each in inner),
+        _REFLECTIVE.intersection(code.co_names).union(*(function.reflective for function in nested)),
+        not _MODULE_OPERATIONS.isdisjoint(instruction.opname for instruction in instructions)
+        or any(function.depends_on_module for function in nested),
     )
 
 
 def _constant(value: Any) -> Any:
-    """A constant with its type, all through: 1, 1.0 and True are equal, and so are 0.0 and -0.0."""
+    """Return a constant with the types of all its parts: 1, 1.0 and True are equal, and so are 0.0 and -0.0."""
     if isinstance(value, types.CodeType):
-        return of_code(value).does
+        return of_code(value).operations
     if isinstance(value, tuple | frozenset):
         return type(value), type(value)(map(_constant, value))
     return type(value), repr(value)
 
 
-def _meant(name: str, function: types.FunctionType) -> Any:
-    """What a function finds under a global name."""
+def _global_value(name: str, function: types.FunctionType) -> Any:
     return function.__globals__.get(name, vars(builtins).get(name, _MISSING))

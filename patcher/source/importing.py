@@ -1,4 +1,4 @@
-"""Imports: something to do as soon as a module is imported, and modules of a project imported from their text."""
+"""Import hooks: callbacks after a module is imported, and modules of a project imported from their source."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-#: Modules that are imported, and whose watchers are being called.
+#: Modules that were executed, whose watchers may still be running.
 _executed: set[str] = set()
 
 
 def is_imported(name: str) -> bool:
-    """Whether a module is there, and all of it."""
+    """Whether a module is imported completely."""
     return sys.modules.get(name) is not None and not is_being_imported(name)
 
 
 def is_being_imported(name: str) -> bool:
-    """Whether a module is there in part."""
+    """Whether a module is imported in part."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
     return name not in _executed and bool(getattr(spec, "_initializing", False))
 
 
 def when_imported(name: str, call: Callable[[ModuleType], object]) -> None:
-    """Call with a module as soon as it is imported: at once, if it is.
+    """Call a function with a module as soon as it is imported, or immediately if it already is.
 
-    Where threads import at once, it may be called twice, by two of them. They may hold locks of modules that they are
-    importing, so a call waits for no lock that is held while anything is imported.
+    If several threads import at the same time, it may be called twice. They may hold the locks of modules that they
+    import, so it must not wait for a lock that is held during an import.
     """
 
     def once(module: ModuleType) -> None:
         call(module)
         watcher.end()
 
-    watcher = Watcher(name, lambda each: each == name, once)
+    watcher = Watcher(name, lambda imported: imported == name, once)
     if not is_imported(name):
         watcher.begin()
     if is_imported(name):  # before, or by another thread that may not have seen the watcher
@@ -46,29 +46,29 @@ def when_imported(name: str, call: Callable[[ModuleType], object]) -> None:
         call(sys.modules[name])
 
 
-def after_imports_of(name: str, is_meant: Callable[[str], bool], call: Callable[[], bool]) -> None:
-    """Call after each import of a module that is watched, until the call says that it is done.
+def after_imports_of(name: str, is_watched: Callable[[str], bool], call: Callable[[], bool]) -> None:
+    """Call a function after each import of a watched module, until it returns True.
 
     Args:
-        name: what the watcher is called.
-        is_meant: whether it is a module of that name.
-        call: does what is to be done, or can't yet, because modules that it needs are still being imported.
+        name: the name of the watcher.
+        is_watched: whether the module of a name is watched.
+        call: returns False if it can't run yet, because modules that it needs are still being imported.
     """
 
     def again(module: ModuleType) -> None:
         if call():
             watcher.end()
 
-    watcher = Watcher(name, is_meant, again)
+    watcher = Watcher(name, is_watched, again)
     if not call():
         watcher.begin()
 
 
 class Watcher(importlib.abc.MetaPathFinder):
-    """Finds modules as the finders after it do, and calls when one has been executed; from its begin to its end."""
+    """Finds modules as the finders after it do, and calls a function once one is executed, until `end`."""
 
-    def __init__(self, name: str, is_meant: Callable[[str], bool], call: Callable[[ModuleType], object]) -> None:
-        self.name, self.is_meant, self.call = name, is_meant, call
+    def __init__(self, name: str, is_watched: Callable[[str], bool], call: Callable[[ModuleType], object]) -> None:
+        self.name, self.is_watched, self.call = name, is_watched, call
 
     def begin(self) -> None:
         sys.meta_path.insert(0, self)
@@ -78,9 +78,9 @@ class Watcher(importlib.abc.MetaPathFinder):
             sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if not self.is_meant(name) or self not in sys.meta_path:
+        if not self.is_watched(name) or self not in sys.meta_path:
             return None
-        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:  # there may be others for this module
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:  # others may watch this module as well
             spec = finder.find_spec(name, path, target)
             if spec is not None:
                 if spec.loader is not None and not isinstance(spec.loader, _Loader):
@@ -102,24 +102,24 @@ class _Loader(importlib.abc.Loader):
         module.__loader__ = module.__spec__.loader = self.loader
         self.loader.exec_module(module)
         _executed.add(module.__name__)
-        # All of them, as some may have come since the module was found.
-        for each in reversed(sys.meta_path.copy()):
-            if isinstance(each, Watcher) and each.is_meant(module.__name__) and each in sys.meta_path:
-                each.call(module)
+        # All watchers, as some may have been added since the module was found.
+        for finder in reversed(sys.meta_path.copy()):
+            if isinstance(finder, Watcher) and finder.is_watched(module.__name__) and finder in sys.meta_path:
+                finder.call(module)
 
 
-# --- from the text --------------------------------------------------------------------------------------------------
+# --- from source ----------------------------------------------------------------------------------------------------
 #
-# Python goes by the time and the size of a file: of one that is rewritten within a second it runs the bytecode of the
-# former text. So what a project says is compiled whenever it is read, and no bytecode is written into its folders.
+# Python validates bytecode by the modification time and size of a file: if a file is rewritten within a second, stale
+# bytecode is run. So modules of a project are always compiled, and no bytecode is written into its folders.
 
-#: folders of installed packages, and packages that may be installed from a checkout, but aren't part of a project
+#: Folders of installed packages, and packages that may be installed in editable mode but aren't part of a project.
 _INSTALLED = {"site-packages", "dist-packages"}
 _LIBRARIES = {"patcher", "torch", "transformers"}
 
 
 class TextLoader(SourceFileLoader):
-    """Executes the text of a file, which it keeps."""
+    """Executes the source of a file and keeps it."""
 
     text = b""
 
@@ -131,7 +131,7 @@ class TextLoader(SourceFileLoader):
 
 
 def is_current(module: ModuleType | None) -> bool:
-    """Whether a module was made of the text that its file has now."""
+    """Whether the file of a module has the source that was executed."""
     loader = getattr(module, "__loader__", None)
     if not isinstance(loader, TextLoader) or not Path(loader.path).is_file():
         return False
@@ -140,7 +140,7 @@ def is_current(module: ModuleType | None) -> bool:
 
 @contextlib.contextmanager
 def imported_from_text(*folders: Path) -> Iterator[None]:
-    """Import what is below the folders from its text, in this block. Installed packages have their bytecode."""
+    """Import modules in the folders from their source inside this block. Installed packages use their bytecode."""
     finder = _Finder(folders)
     sys.meta_path.insert(0, finder)
     try:

@@ -1,4 +1,4 @@
-"""Where a module's source is, found without importing the module or a package above it."""
+"""The source of a module, found without importing the module or its parent packages."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from patcher.source.reading import Location
 
 @dataclass(frozen=True)
 class SourceModule:
-    """The text of a module, as it is on the disk.
+    """The source of a module, as it is on disk.
 
     Attributes:
         name: the dotted name.
-        package: the package that its relative imports start from.
+        package: the package that relative imports start from.
         path: the file.
-        text: its text without a byte order mark; newlines untouched.
+        text: the source without a byte order mark; newlines are unchanged.
     """
 
     name: str
@@ -35,25 +35,25 @@ class SourceModule:
 
     @property
     def newline(self) -> str:
-        """The newline that most lines end with."""
+        """The newline of most lines."""
         windows = self.text.count("\r\n")
         return "\r\n" if 2 * windows > self.text.count("\n") else "\n"
 
     @property
     def relative_path(self) -> str:
-        """The path below the folder that the module is imported from, with forward slashes."""
+        """The path relative to the folder that the module is imported from, with forward slashes."""
         depth = len(self.name.split("."))
         parts = self.path.parts[-depth - 1 :] if self.path.name == "__init__.py" else self.path.parts[-depth:]
         return "/".join(parts)
 
     @property
     def version(self) -> str:
-        """`distribution version` of the top package, empty if it isn't installed as a distribution."""
-        return _version(self.name.split(".")[0])
+        """The top package with its version, "" if it isn't installed as a distribution."""
+        return _release(self.name.split(".")[0])
 
 
 @functools.cache
-def _version(package: str) -> str:
+def _release(package: str) -> str:
     try:
         return f"{package} {importlib.metadata.version(package)}"
     except importlib.metadata.PackageNotFoundError:
@@ -61,7 +61,7 @@ def _version(package: str) -> str:
 
 
 def find_spec(name: str) -> ModuleSpec | None:
-    """The spec of a module. Unlike `importlib.util.find_spec` it imports no parent package."""
+    """Return the spec of a module. Unlike `importlib.util.find_spec`, this imports no parent package."""
     top, *rest = name.split(".")
     try:
         spec = importlib.util.find_spec(top)
@@ -70,20 +70,16 @@ def find_spec(name: str) -> ModuleSpec | None:
     for part in rest:
         if spec is None or spec.submodule_search_locations is None:
             return None
-        # transformers puts Path objects here once it is imported, which the finder takes for no folders at all
+        # once transformers is imported, these are Path objects, which the finder ignores
         folders = [str(folder) for folder in spec.submodule_search_locations]
-        spec = PathFinder.find_spec(part, folders)  # by its last name: the finder imports parents of dotted ones
+        spec = PathFinder.find_spec(part, folders)  # not by its dotted name, for which the finder imports the parents
     if spec is not None:
         spec.name = name
     return spec
 
 
 def load(name: str, where: Location) -> SourceModule:
-    """Read the source of a module.
-
-    Raises:
-        CodegenError: if there is no such module, or it has no Python source.
-    """
+    """Return the source of a module; raises a CodegenError if the module or its Python source doesn't exist."""
     spec = find_spec(name)
     if spec is None:
         raise CodegenError(
@@ -102,18 +98,14 @@ def load(name: str, where: Location) -> SourceModule:
 
 
 def read_python(path: Path) -> str:
-    """The text of a Python file, without its byte order mark.
-
-    Raises:
-        CodegenError: with the line, for a file that isn't in UTF-8.
-    """
+    """Return the text of a Python file without a byte order mark; raises a CodegenError if it isn't in UTF-8."""
     data, line = path.read_bytes(), 1
     try:
         if tokenize.detect_encoding(io.BytesIO(data).readline)[0].startswith("utf-8"):
             return data.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         line += data.count(b"\n", 0, error.start)
-    except SyntaxError:  # of one of the first two lines, which has it in another encoding or none that is known
+    except SyntaxError:  # one of the first two lines declares another encoding, or an unknown one
         pass
     where = Location(str(path), line)
     raise CodegenError(f"{where}: this file can't be read, as it isn't in UTF-8. Save it as UTF-8.")
@@ -123,11 +115,11 @@ def _missing_part(name: str) -> str:
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):
         if find_spec(".".join(parts[:depth])) is None:
-            package, wrong = ".".join(parts[: depth - 1]), parts[depth - 1]
+            package, missing = ".".join(parts[: depth - 1]), parts[depth - 1]
             spec = find_spec(package) if package else None
             folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
             names = {entry.stem for folder in folders if folder.is_dir() for entry in folder.iterdir()}
-            near = difflib.get_close_matches(wrong, sorted(names), 3)
+            matches = difflib.get_close_matches(missing, sorted(names), 3)
             inside = f" in {package}" if package else ""
-            return f"there is no {wrong!r}{inside}" + (f" (nearest: {', '.join(near)})" if near else "")
+            return f"there is no {missing!r}{inside}" + (f" (nearest: {', '.join(matches)})" if matches else "")
     return "there is no such module"

@@ -1,33 +1,36 @@
-"""The source of patch code: which text defines this class or function, and which decorators are ours.
+"""The source of patch code: which text defines a class or function, and which of its decorators are ours.
 
-`inspect.getsource` is not enough here. It finds a class by name alone, so of two definitions of one name it may
+`inspect.getsource` is not enough here. It finds a class by name alone, so that of two definitions of one name it may
 return the wrong one, it fails on classes of notebook cells, and it drops comments above a decorator or
-behind the last statement. What is read here is the line that Python itself recorded.
+after the last statement. The line numbers that Python recorded are used instead.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import linecache
 import sys
 import textwrap
 import types
+import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from patcher.errors import CodegenError, calling_frame
+from patcher.errors import CodegenError, PatcherWarning, calling_frame
+from patcher.source.scopes import Definition, start_line
 from patcher.source.texts import dedented, indent_of
 
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-
-# Lines on which a decorator of ours was applied to an object. A definition can carry several of them, of several
-# configs, and the outer ones run after the inner ones: so it is read when the text is generated, not before.
+#: Lines on which a decorator of ours was applied to an object. A definition can have several decorators, of several
+#: configs, and the outer ones run after the inner ones: they are read when the text is generated, not before.
 _DECORATED: weakref.WeakKeyDictionary[Any, set[Location]] = weakref.WeakKeyDictionary()
+#: The warnings that were issued: one of a file that is generated several times is issued once.
+_WARNED: dict[str | tuple[str, type[Warning], int], int] = {}
+_INSIDE = ("patcher.codegen.", "patcher.source.", "patcher.errors.")
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,21 @@ class Location:
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
 
+    def warn(self, text: str) -> None:
+        """Issue a warning at this line, once for each text."""
+        warnings.warn_explicit(text, PatcherWarning, self.file, self.line, registry=_WARNED)
+
+
+def caller() -> Location:
+    """Return the innermost line outside of code generation: the line of the config."""
+    frame = calling_frame(_INSIDE)
+    return Location(frame.f_code.co_filename, frame.f_lineno)
+
+
+def caller_module() -> str:
+    """Return the name of the module of that line."""
+    return str(calling_frame(_INSIDE).f_globals.get("__name__", ""))
+
 
 @dataclass(frozen=True)
 class Source:
@@ -47,10 +65,10 @@ class Source:
 
     Attributes:
         name: the name that the definition binds.
-        text: whole lines, newlines as `\\n`, indentation as it stood in the file.
-        file: where it was read, empty for a text given as a string.
+        text: whole lines, newlines as `\\n`, with the indentation of the file.
+        file: the file that it was read from, "" for a text given as a string.
         line: the number of the first line of `text` in that file.
-        indent: the white space in front of the definition.
+        indent: the indentation of the definition.
         decorators: first and last line of each decorator.
         is_class: whether it defines a class.
     """
@@ -64,27 +82,69 @@ class Source:
     is_class: bool
 
     def tree(self) -> Definition:
-        """The syntax tree of the definition."""
+        """Return the syntax tree of the definition."""
         return _definition_in(self.text)
 
 
-_INSIDE = ("patcher.codegen.", "patcher.source.", "patcher.errors.")
+@functools.lru_cache(maxsize=256)  # each patch of a config is read by several checks
+def _definition_in(text: str) -> Definition:
+    (node,) = ast.parse(dedented(text)).body
+    assert isinstance(node, Definition)
+    return node
 
 
-def caller() -> Location:
-    """The innermost line that is not part of code generation: the line of the config."""
-    frame = calling_frame(_INSIDE)
-    return Location(frame.f_code.co_filename, frame.f_lineno)
+@functools.lru_cache(maxsize=8)
+def parsed(text: str) -> ast.Module:
+    """Return the syntax tree of a text, shared by its readers: it must not be changed."""
+    return ast.parse(text)
 
 
-def caller_module() -> tuple[str, str]:
-    """Name and file of the module that the innermost foreign line belongs to."""
-    frame = calling_frame(_INSIDE)
-    return str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
+def file_tree(file: str) -> ast.Module:
+    """Return the syntax tree of a file as Python last read it; an empty one without a file."""
+    try:
+        return parsed("".join(linecache.getlines(file)) if file else "")
+    except SyntaxError:
+        return ast.Module([], [])
+
+
+@functools.lru_cache(maxsize=8)
+def _definitions(tree: ast.Module) -> tuple[Definition, ...]:
+    return tuple(node for node in ast.walk(tree) if isinstance(node, Definition))
+
+
+def note_decorator(obj: Any, site: Location) -> None:
+    """Record that a decorator on a line is ours, so that the generated text omits it."""
+    with contextlib.suppress(TypeError):  # not weakly referable: not a class or a function, which read_source reports
+        _DECORATED.setdefault(unwrap(obj), set()).add(site)
+
+
+def own_decorators(obj: Any, source: Source) -> set[int]:
+    """Return the indices of the decorators of a definition that are ours."""
+    try:
+        sites = _DECORATED.get(unwrap(obj), set())
+    except TypeError:  # a text
+        return set()
+    lines = {site.line for site in sites if site.file == source.file}
+    spans = enumerate(source.decorators)
+    return {index for index, (first, last) in spans if any(first <= line <= last for line in lines)}
+
+
+def is_decorator_line(site: Location) -> bool:
+    """Whether the line that is running is a decorator, not a call in a statement."""
+    return _decorated_on(file_tree(site.file), site.line) is not None
+
+
+def _decorated_on(tree: ast.Module, line: int) -> Definition | None:
+    """Return the definition with a decorator on a line, whatever its object is called by now."""
+    for node in _definitions(tree):
+        for decorator in node.decorator_list:
+            if decorator.lineno <= line <= (decorator.end_lineno or decorator.lineno):
+                return node
+    return None
 
 
 def unwrap(obj: Any) -> Any:
-    """The function or class behind `staticmethod`, `classmethod`, `property` and `functools.wraps`."""
+    """Return the function or class behind `staticmethod`, `classmethod`, `property` and `functools.wraps`."""
     while True:
         if isinstance(obj, (staticmethod, classmethod)):
             obj = obj.__func__
@@ -96,39 +156,14 @@ def unwrap(obj: Any) -> Any:
             obj = obj.__wrapped__
 
 
-@functools.lru_cache(maxsize=256)  # of the patches of a config: each is looked at by several checks
-def _definition_in(text: str) -> Definition:
-    (node,) = ast.parse(dedented(text)).body
-    if not isinstance(node, _DEFINITIONS):
-        raise SyntaxError(f"no definition: {text}")
-    return node
-
-
-def note_decorator(obj: Any, site: Location) -> None:
-    """Remember that a decorator on this line is ours, so that the generated text leaves it out."""
-    try:
-        _DECORATED.setdefault(unwrap(obj), set()).add(site)
-    except TypeError:  # not weakly referable: not a class or a function, and reported as such by read_source
-        return
-
-
-def own_decorators(obj: Any, source: Source) -> set[int]:
-    """Indices of the decorators of a definition that are ours."""
-    try:
-        lines = {site.line for site in _DECORATED.get(unwrap(obj), set()) if site.file == source.file}
-    except TypeError:
-        return set()
-    return {i for i, (first, last) in enumerate(source.decorators) if any(first <= n <= last for n in lines)}
-
-
 def read_source(obj: Any, call: str, where: Location, site: Location | None = None) -> Source:
-    """The definition of a class or function, or of a text that holds one.
+    """Return the definition of a class or function, or of a text that contains one.
 
     Args:
         obj: a class, a function (wrapped or not), or the text of a definition.
         call: the call of the config, for messages.
         where: the line of the config, for messages.
-        site: the line on which a decorator was applied to it; it tells apart definitions of one name.
+        site: the line on which a decorator was applied to it, which tells apart definitions of one name.
 
     Raises:
         CodegenError: for a lambda, an object without readable source, or a text that isn't a single definition.
@@ -150,27 +185,28 @@ def read_source(obj: Any, call: str, where: Location, site: Location | None = No
         )
     if name == "<lambda>":
         raise CodegenError(f"{where}: {call} was given a lambda, which has no text of its own. Write it as a def.")
-    lines = _lines(file, inner)
+    linecache.checkcache(file)
+    # Code that was executed from a text has no source; Python 3.13 has the command of `python -c` there.
+    lines = linecache.getlines(file, getattr(inner, "__globals__", None)) if file not in ("", "<string>") else []
     if not lines:
         raise CodegenError(
             f"{where}: {call} needs the source of {name!r}, and none could be read from {file or 'its module'!r}. "
             "Define it in a file, give its text as a string, or use create_patch_from_external."
         )
-    text = "".join(lines)
     try:
-        parsed(text)
+        tree = parsed("".join(lines))
     except SyntaxError as error:
         raise CodegenError(
             f"{where}: {call} needs the source of {name!r}, but {file} does not parse: {error}"
         ) from error
-    found = _decorated_on(text, site.line) if site is not None else _pick(text, name, inner)
-    if found is None:
+    node = _decorated_on(tree, site.line) if site is not None else _definition_of(inner, name, tree)
+    if node is None:
         raise CodegenError(
             f"{where}: {call} needs the source of {name!r}, but {file} no longer defines it where Python read it. "
             "If the file was edited since, start again; if the class is defined twice, give one a name of its own; "
             "if it was made by type(), write it as a definition."
         )
-    return _cut(found, lines, file)
+    return _source_of(node, lines, file)
 
 
 def _from_text(text: str, call: str, where: Location) -> Source:
@@ -181,16 +217,16 @@ def _from_text(text: str, call: str, where: Location) -> Source:
         raise CodegenError(
             f"{where}: the text given to {call} does not parse: {error.msg}, on line {error.lineno} of it."
         ) from error
-    if len(body) != 1 or not isinstance(body[0], _DEFINITIONS):
+    if len(body) != 1 or not isinstance(body[0], Definition):
         raise CodegenError(
             f"{where}: the text given to {call} must be one class or one function and nothing else. "
             "Imports go to add_import, other code to add_post_import_block."
         )
-    return _cut(body[0], text.splitlines(keepends=True), "")
+    return _source_of(body[0], text.splitlines(keepends=True), "")
 
 
 def _class_file(cls: type) -> str:
-    """The file of a class: that of its methods first, because a class of a notebook cell has no other."""
+    """Return the file of a class: that of its methods first, as a class of a notebook cell has no other."""
     for function in _methods(cls):
         if function.__qualname__ == f"{cls.__qualname__}.{function.__name__}":
             return function.__code__.co_filename
@@ -198,108 +234,40 @@ def _class_file(cls: type) -> str:
 
 
 def _methods(cls: type) -> Iterator[types.FunctionType]:
-    for value in vars(cls).values():
-        inner = unwrap(value)
-        if not isinstance(inner, types.FunctionType) or inner.__module__ != cls.__module__:
+    for function in map(unwrap, vars(cls).values()):
+        if not isinstance(function, types.FunctionType) or function.__module__ != cls.__module__:
             continue
-        if not inner.__code__.co_filename.startswith("<string"):  # dataclass writes methods of its own
-            yield inner
+        if not function.__code__.co_filename.startswith("<string"):  # generated by dataclass
+            yield function
 
 
-def _lines(file: str, obj: Any) -> list[str]:
-    if file in ("", "<string>"):  # what was executed from a text; Python 3.13 has the command of `python -c` there
-        return []
-    linecache.checkcache(file)
-    return linecache.getlines(file, getattr(obj, "__globals__", None))
-
-
-def file_tree(file: str) -> ast.Module:
-    """The syntax tree of a file as Python last read it; an empty one where there is none."""
-    try:
-        return parsed(_text_of(file))
-    except SyntaxError:
-        return ast.Module([], [])
-
-
-def _text_of(file: str) -> str:
-    return "".join(linecache.getlines(file)) if file else ""
-
-
-@functools.lru_cache(maxsize=8)
-def parsed(text: str) -> ast.Module:
-    """The syntax tree of a text, to read only: several checks look at one."""
-    return ast.parse(text)
-
-
-@functools.lru_cache(maxsize=8)
-def _definitions(text: str) -> tuple[Definition, ...]:
-    return tuple(node for node in ast.walk(parsed(text)) if isinstance(node, _DEFINITIONS))
-
-
-def start_line(node: ast.stmt) -> int:
-    """The first line of a statement, its decorators included."""
-    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
-    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
-
-
-def _decorated_on(text: str, line: int) -> Definition | None:
-    """The definition with a decorator on this line, whatever its object is called by now."""
-    for node in _definitions(text):
-        for decorator in node.decorator_list:
-            if decorator.lineno <= line <= (decorator.end_lineno or decorator.lineno):
-                return node
-    return None
-
-
-def stands_as_decorator(site: Location) -> bool:
-    """Whether the line that runs now is a decorator, not a call in a statement."""
-    try:
-        return _decorated_on(_text_of(site.file), site.line) is not None
-    except SyntaxError:
-        return False
-
-
-def _pick(text: str, name: str, obj: Any) -> Definition | None:
-    """The one definition that made this object, None when that can't be known."""
-    is_class = inspect.isclass(obj)
-    candidates: list[Definition] = [
-        node for node in _definitions(text) if node.name == name and isinstance(node, ast.ClassDef) == is_class
-    ]
-    if not is_class:
+def _definition_of(obj: Any, name: str, tree: ast.Module) -> Definition | None:
+    """Return the definition of an object in its file, None if it is unknown which one it is."""
+    candidates = [node for node in _definitions(tree) if node.name == name]
+    if not inspect.isclass(obj):
         line = obj.__code__.co_firstlineno
-        return next((node for node in candidates if start_line(node) == line), None)
-    if len(candidates) > 1:
+        functions = (node for node in candidates if not isinstance(node, ast.ClassDef) and start_line(node) == line)
+        return next(functions, None)
+    classes = [node for node in candidates if isinstance(node, ast.ClassDef)]
+    if len(classes) > 1:
         lines = {function.__code__.co_firstlineno for function in _methods(obj)}
-        candidates = [
-            node
-            for node in candidates
-            if any(isinstance(child, _DEFINITIONS) and start_line(child) in lines for child in node.body)
-        ]
-    return candidates[0] if len(candidates) == 1 else None
+        starts = {cls: {start_line(node) for node in cls.body if isinstance(node, Definition)} for cls in classes}
+        classes = [cls for cls in classes if lines & starts[cls]]
+    return classes[0] if len(classes) == 1 else None
 
 
-def _cut(node: Definition, lines: list[str], file: str) -> Source:
-    """The lines of a definition, with the comments right above it and those that end its body."""
+def _source_of(node: Definition, lines: list[str], file: str) -> Source:
+    """Return the lines of a definition, with the comments right above it and those that end its body."""
     start, end = start_line(node), node.end_lineno or node.lineno
     indent = indent_of(lines[start - 1])
     while start > 1 and lines[start - 2].startswith(indent + "#"):
         start -= 1
-    last = end
-    for number in range(end, len(lines)):
-        line = lines[number]
-        if not line.strip():
-            continue
-        width = len(line.expandtabs()) - len(line.expandtabs().lstrip())
-        if not line.lstrip().startswith("#") or width <= len(indent.expandtabs()):
+    width = len(indent.expandtabs())
+    for number, line in enumerate(lines[end:], end + 1):
+        if line.strip() and not (line.lstrip().startswith("#") and len(indent_of(line).expandtabs()) > width):
             break
-        last = number + 1
-    text = "".join(lines[start - 1 : last])
-    return Source(
-        name=node.name,
-        text=text if text.endswith("\n") else text + "\n",
-        file=file,
-        line=start,
-        indent=indent,
-        decorators=tuple((d.lineno, d.end_lineno or d.lineno) for d in node.decorator_list),
-        is_class=isinstance(node, ast.ClassDef),
-    )
+        end = number if line.strip() else end
+    text = "".join(lines[start - 1 : end])
+    decorators = tuple((decorator.lineno, decorator.end_lineno or 0) for decorator in node.decorator_list)
+    text = text if text.endswith("\n") else text + "\n"
+    return Source(node.name, text, file, start, indent, decorators, isinstance(node, ast.ClassDef))

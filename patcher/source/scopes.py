@@ -1,4 +1,4 @@
-"""What a module binds, what it uses, and when: the analysis that finds missing names before a file is written."""
+"""Names of a module: which ones its statements bind, import and use, read from the syntax tree."""
 
 from __future__ import annotations
 
@@ -6,110 +6,55 @@ import ast
 import builtins
 import difflib
 import functools
-import importlib.util
 import symtable
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 _BUILTINS = frozenset(dir(builtins)) | {"__file__", "__name__", "__doc__", "__package__", "__spec__", "__path__"}
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
-
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+#: Expressions with a scope of their own.
+_SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 N = TypeVar("N", bound=ast.AST)
 
 
 def statements_of(tree: ast.Module, kind: type[N]) -> list[N]:
-    """All statements of a module that are of a kind, wherever they are, in the order of the text."""
+    """Return all statements of a type in a module, nested ones included, in source order."""
     return [node for node in _statements(tree) if isinstance(node, kind)]
 
 
 @functools.lru_cache(maxsize=8)
 def _statements(tree: ast.Module) -> tuple[ast.AST, ...]:
-    return tuple(every_statement(tree.body))
+    return tuple(_nested_statements(tree.body))
 
 
-def bound_names(tree: ast.Module) -> dict[str, int]:
-    """The names that a module binds at its top level, each with the first line that does; `*` for a star import."""
-    found: dict[str, int] = {}
-    for name, line in _bound(tree.body):
-        found.setdefault(name, line)
-    for node in statements_of(tree, ast.Global):
-        for name in node.names:
-            found.setdefault(name, node.lineno)
-    return found
-
-
-class ImportedName(NamedTuple):
-    """What an import statement binds a name to.
-
-    Attributes:
-        module: the module, as it is written.
-        attribute: the name in the module, empty if the module itself is bound.
-        level: the dots of a relative import.
-        alias: the name behind `as`, empty if there is none.
-        line: the line of the statement.
-        guarded: whether the statement is inside of another one, such as an `if`.
-    """
-
-    module: str
-    attribute: str
-    level: int
-    alias: str
-    line: int
-    guarded: bool
-
-    def module_in(self, package: str) -> str:
-        """The absolute name of the module, imported by a module of a package.
-
-        Raises:
-            ImportError: that is above the top package.
-        """
-        return importlib.util.resolve_name("." * self.level + self.module, package)
-
-
-def imported_names(tree: ast.Module) -> dict[str, ImportedName]:
-    """The names that import statements of the top level bind, guarded ones included."""
-    found: dict[str, ImportedName] = {}
-    for node in top_level(tree.body):
-        for part in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
-            origin = (part.name, "", 0)
-            if isinstance(node, ast.ImportFrom):
-                origin = (node.module or "", part.name, node.level)
-            imported = ImportedName(*origin, part.asname or "", node.lineno, node not in tree.body)
-            found.setdefault(bound_name(part), imported)
-    return found
-
-
-def modules_under(tree: ast.Module, name: str) -> list[str]:
-    """The modules that a name leads to: `import a.b` and `import a.c` bind one."""
-    statements = [node for node in top_level(tree.body) if isinstance(node, ast.Import)]
-    parts = [part for node in statements for part in node.names if bound_name(part) == name]
-    return [part.name for part in parts if not part.asname]
-
-
-def top_level(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements that run when the body does: those of `if`, `try`, `with` and loops included."""
-    for node in body:
-        yield node
-        for block in () if isinstance(node, _DEFINITIONS) else blocks(node):
-            yield from top_level(block)
-
-
-def every_statement(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """The statements of a body and all in them, those of functions and classes included, in the order of the text.
-
-    Many times faster than `ast.walk`, because it enters no expression.
-    """
+def _nested_statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Yield the statements of a body and all nested ones: much faster than `ast.walk`, as it enters no expression."""
     for node in body:
         yield node
         for field in ("body", "handlers", "cases", "orelse", "finalbody"):
-            inner = getattr(node, field, ())
-            yield from every_statement(inner if isinstance(inner, list) else ())
+            block = getattr(node, field, ())
+            yield from _nested_statements(block if isinstance(block, list) else ())
+
+
+def start_line(node: ast.stmt) -> int:
+    """Return the first line of a statement, its decorators included."""
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
+
+
+def top_level(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements that run when the body does: those in `if`, `try`, `with` and loops included."""
+    for node in body:
+        yield node
+        for block, head in () if isinstance(node, Definition) else inner_blocks(node):
+            if not (isinstance(head, ast.ExceptHandler) and _has_empty_try(node)):
+                yield from top_level(block)
 
 
 def inner_blocks(node: Any) -> Iterator[tuple[list[ast.stmt], Any]]:
-    """The blocks of a compound statement, each with what begins it."""
+    """Yield the blocks of a compound statement, each with the node that it belongs to."""
     for name in ("body", "orelse", "finalbody"):
         if isinstance(block := getattr(node, name, None), list) and block:
             yield block, node
@@ -117,90 +62,29 @@ def inner_blocks(node: Any) -> Iterator[tuple[list[ast.stmt], Any]]:
         yield part.body, getattr(part, "pattern", part)
 
 
-def blocks(node: ast.stmt) -> list[list[ast.stmt]]:
-    """The blocks of a compound statement that may run."""
-    # Nothing is handled where nothing is tried: an import that was left out of there.
-    tried = not isinstance(node, ast.Try) or not all(isinstance(part, ast.Pass) for part in node.body)
-    return [block for block, head in inner_blocks(node) if tried or not isinstance(head, ast.ExceptHandler)]
+def _has_empty_try(node: ast.AST) -> bool:
+    """Whether the body of a `try` is empty, as after its import was dropped, so that its handlers never run."""
+    return isinstance(node, ast.Try) and all(isinstance(statement, ast.Pass) for statement in node.body)
 
 
-def undefined_names(text: str, tree: ast.Module) -> dict[str, int]:
-    """The names that some code of a module looks up in the module, and that nothing there binds.
-
-    Returns:
-        Each name with the first line that uses it.
-    """
-    bound = bound_names(tree)
-    if "*" in bound:
-        return {}
-    used = set(_free(symtable.symtable(text, "<generated>", "exec")))
-    missing = used - bound.keys() - _BUILTINS
-    lines = dict.fromkeys(missing, 0)
-    for node in ast.walk(tree) if missing else ():
-        if isinstance(node, ast.Name) and node.id in missing and not lines[node.id]:
-            lines[node.id] = node.lineno
-    return dict(sorted(lines.items(), key=lambda item: (item[1], item[0])))
-
-
-def free_names(text: str) -> set[str]:
-    """The names that a piece of code takes from its module."""
-    bound = bound_names(ast.parse(text))
-    return set(_free(symtable.symtable(text, "<patch>", "exec"))) - bound.keys() - _BUILTINS
-
-
-def used_too_early(tree: ast.Module) -> dict[str, tuple[int, int]]:
-    """The names that a module uses while it is imported, and binds only further down.
-
-    Returns:
-        Each name with the line that uses it and the line that binds it.
-    """
-    later = bound_names(tree)
-    if "*" in later:
-        return {}
-    future = any(isinstance(n, ast.ImportFrom) and n.module == "__future__" for n in tree.body)
-    known = set(_BUILTINS)
-    early: dict[str, tuple[int, int]] = {}
-    for node in tree.body:
-        inner = {name for name, _ in _bound([node])}
-        own = set() if isinstance(node, _DEFINITIONS) else inner
-        for name, line in _at_import([node], lazy_annotations=future):
-            if name in later and name not in known | own:
-                early.setdefault(name, (line, later[name]))
-        known |= inner
-    return early
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint with the names that are most alike, or with all of them if they are few."""
-    choices = sorted(set(known))
-    near = difflib.get_close_matches(name, choices, 3, 0.6)
-    if near:
-        return f"Nearest: {', '.join(near)}."
-    return f"It has: {', '.join(choices)}." if 0 < len(choices) <= 8 else "Nothing there has a similar name."
-
-
-def looks_misspelt(name: str, known: str) -> bool:
-    """Whether a name is so close to a known one that it is probably a misspelling of it: a letter, not a word."""
-    mine, theirs = name.strip("_").split("_"), known.strip("_").split("_")
-    if set(mine) <= set(theirs) or set(theirs) <= set(mine):
-        return False  # `_forward` beside `forward`, `rope_parameters` beside `default_rope_parameters`
-    if len(mine) != len(theirs):
-        return _alike(name, known) >= 0.9
-    pairs = [pair for pair in zip(mine, theirs, strict=True) if pair[0] != pair[1]]
-    return all(set(pair) != {"get", "set"} and _alike(*pair) >= 0.6 for pair in pairs)
-
-
-def _alike(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
+def bound_names(tree: ast.Module) -> dict[str, int]:
+    """Return the names that a module binds at its top level, each with the first such line; `*` for a star import."""
+    names: dict[str, int] = {}
+    for name, line in _bindings(tree.body):
+        names.setdefault(name, line)
+    for node in statements_of(tree, ast.Global):
+        for name in node.names:
+            names.setdefault(name, node.lineno)
+    return names
 
 
 def bound_by(node: ast.stmt) -> set[str]:
-    """The names that a statement binds."""
-    return {name for name, _ in _bound([node])}
+    """Return the names that a statement binds."""
+    return {name for name, _ in _bindings([node])}
 
 
 def bound_name(node: ast.AST) -> str:
-    """The name that a node of a syntax tree binds itself, empty if it binds none."""
+    """Return the name that a node of a syntax tree binds itself, "" if it binds none."""
     match node:
         case ast.Name(id=name):
             return "" if isinstance(node.ctx, ast.Load) else name
@@ -212,58 +96,131 @@ def bound_name(node: ast.AST) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _bound(body: Sequence[ast.stmt]) -> Iterator[tuple[str, int]]:
-    for node in top_level(body):
-        yield from [(node.name, node.lineno)] if isinstance(node, _DEFINITIONS) else _targets(node)
+def _bindings(body: Sequence[ast.stmt]) -> Iterator[tuple[str, int]]:
+    for statement in top_level(body):
+        stack: list[Any] = [statement]
+        while stack:
+            node = stack.pop()
+            if name := bound_name(node):
+                yield name, node.lineno
+            children = () if isinstance(node, Definition) else ast.iter_child_nodes(node)
+            stack += [child for child in children if not isinstance(child, ast.stmt | ast.Lambda | ast.comprehension)]
 
 
-def _targets(node: ast.stmt) -> Iterator[tuple[str, int]]:
-    """What a statement binds itself, without the statements in it."""
-    stack: list[ast.AST] = [node]
-    while stack:
-        part = stack.pop()
-        if name := bound_name(part):
-            yield name, part.lineno  # type: ignore[attr-defined]
-        inner = [c for c in ast.iter_child_nodes(part) if not isinstance(c, ast.stmt | ast.Lambda | ast.comprehension)]
-        stack.extend(inner)
+class ImportedName(NamedTuple):
+    """What an import statement binds a name to.
+
+    Attributes:
+        module: the module, as written in the statement.
+        attribute: the name in the module, "" if the module itself is bound.
+        level: the number of dots of a relative import.
+        alias: the name after `as`, "" if there is none.
+        line: the line of the statement.
+        guarded: whether the statement is nested in another one, such as an `if`.
+    """
+
+    module: str
+    attribute: str
+    level: int
+    alias: str
+    line: int
+    guarded: bool
 
 
-def _free(table: symtable.SymbolTable) -> Iterator[str]:
-    top = table.get_type() == "module"
-    for symbol in table.get_symbols():
-        if symbol.is_referenced() and (symbol.is_global() or (top and not symbol.is_assigned())):
-            yield symbol.get_name()
-    for child in table.get_children():
-        yield from _free(child)
+def imported_names(tree: ast.Module) -> dict[str, ImportedName]:
+    """Return the names that import statements bind at the top level, guarded ones included."""
+    names: dict[str, ImportedName] = {}
+    for node in top_level(tree.body):
+        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            origin = (alias.name, "", 0)
+            if isinstance(node, ast.ImportFrom):
+                origin = (node.module or "", alias.name, node.level)
+            imported = ImportedName(*origin, alias.asname or "", node.lineno, node not in tree.body)
+            names.setdefault(bound_name(alias), imported)
+    return names
 
 
-def _at_import(body: Sequence[ast.stmt], *, lazy_annotations: bool) -> Iterator[tuple[str, int]]:
-    """The names that are read while the statements run, those of function bodies left out."""
-    parts: list[ast.AST | None]
-    for node in body:
-        if isinstance(node, _FUNCTIONS):
-            parts = [*node.decorator_list, *node.args.defaults, *node.args.kw_defaults]
-            if not lazy_annotations:
-                parts += [node.returns, *(a.annotation for a in ast.walk(node.args) if isinstance(a, ast.arg))]
-            yield from _loads(parts)
-        elif isinstance(node, ast.ClassDef):
-            yield from _loads([*node.decorator_list, *node.bases, *(k.value for k in node.keywords)])
-            local = {name for name, _ in _bound(node.body)}
-            inner = _at_import(node.body, lazy_annotations=lazy_annotations)
-            yield from ((name, line) for name, line in inner if name not in local)
-        else:
-            parts = [c for c in ast.iter_child_nodes(node) if not isinstance(c, (ast.stmt, ast.ExceptHandler))]
-            yield from _loads([node.value] if lazy_annotations and isinstance(node, ast.AnnAssign) else parts)
-            for block in blocks(node):
-                yield from _at_import(block, lazy_annotations=lazy_annotations)
+def modules_under(tree: ast.Module, name: str) -> list[str]:
+    """Return the modules that a name leads to: `import a.b` and `import a.c` both bind `a`."""
+    statements = [node for node in top_level(tree.body) if isinstance(node, ast.Import)]
+    aliases = [alias for node in statements for alias in node.names if bound_name(alias) == name]
+    return [alias.name for alias in aliases if not alias.asname]
 
 
-def _loads(parts: Sequence[ast.AST | None]) -> Iterator[tuple[str, int]]:
-    stack = [part for part in parts if part is not None]
-    while stack:
-        part = stack.pop()
-        if isinstance(part, (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
-            continue  # scopes of their own; a late name in them is rare, and only a symtable tells it from a local one
-        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load):
-            yield part.id, part.lineno
-        stack.extend(ast.iter_child_nodes(part))
+def undefined_names(text: str, tree: ast.Module) -> dict[str, int]:
+    """Return the global names that a module uses and doesn't bind, each with the first line that uses it."""
+    bound = bound_names(tree)
+    missing = set[str]() if "*" in bound else _global_names(text) - bound.keys()
+    lines = dict.fromkeys(missing, 0)
+    for node in ast.walk(tree) if missing else ():
+        if isinstance(node, ast.Name) and node.id in missing and not lines[node.id]:
+            lines[node.id] = node.lineno
+    return dict(sorted(lines.items(), key=lambda item: (item[1], item[0])))
+
+
+def free_names(text: str) -> set[str]:
+    """Return the global names that a piece of code uses and doesn't bind."""
+    return _global_names(text) - bound_names(ast.parse(text)).keys()
+
+
+def _global_names(text: str) -> set[str]:
+    names, tables = set[str](), [symtable.symtable(text, "<text>", "exec")]
+    for table in tables:
+        is_module = table.get_type() == "module"
+        for symbol in table.get_symbols():
+            if symbol.is_referenced() and (symbol.is_global() or (is_module and not symbol.is_assigned())):
+                names.add(symbol.get_name())
+        tables += table.get_children()
+    return names - _BUILTINS
+
+
+def used_too_early(tree: ast.Module) -> dict[str, tuple[int, int]]:
+    """Return the names that a module uses during its import before it binds them, with the lines that do so."""
+    bound, known, early = bound_names(tree), set(_BUILTINS), dict[str, tuple[int, int]]()
+    lazy = any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body)
+    for node in tree.body if "*" not in bound else ():
+        binds = bound_by(node)
+        own = set() if isinstance(node, Definition) else binds
+        for name, line in _loaded_at_import(node, lazy):
+            if name in bound and name not in known | own:
+                early.setdefault(name, (line, bound[name]))
+        known |= binds
+    return early
+
+
+def _loaded_at_import(node: ast.AST, lazy_annotations: bool) -> Iterator[tuple[str, int]]:
+    """Yield the names that are loaded while a statement runs, without those in the bodies of functions."""
+    if isinstance(node, _SCOPES):
+        return  # a late name in them is rare, and only a symtable distinguishes it from a local one
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+        yield node.id, node.lineno
+    skipped = {"type_params"} | ({"annotation", "returns"} if lazy_annotations else set())
+    skipped |= {"body"} if isinstance(node, _FUNCTIONS) else set()
+    skipped |= {"handlers"} if _has_empty_try(node) else set()
+    local = {name for name, _ in _bindings(node.body)} if isinstance(node, ast.ClassDef) else set()
+    for field, value in ast.iter_fields(node):
+        children = value if isinstance(value, list) else [value]
+        for child in (child for child in children if isinstance(child, ast.AST) and field not in skipped):
+            for name, line in _loaded_at_import(child, lazy_annotations):
+                if field != "body" or name not in local:
+                    yield name, line
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a hint with the most similar names, or with all of them if there are few."""
+    choices = sorted(set(known))
+    if matches := difflib.get_close_matches(name, choices, 3, 0.6):
+        return f"Nearest: {', '.join(matches)}."
+    return f"It has: {', '.join(choices)}." if 0 < len(choices) <= 8 else "Nothing there has a similar name."
+
+
+def looks_misspelt(name: str, known: str) -> bool:
+    """Whether a name is so similar to a known one that it is probably misspelt: by a letter, not by a word."""
+    words, known_words, threshold = name.strip("_").split("_"), known.strip("_").split("_"), 0.6
+    if set(words) <= set(known_words) or set(known_words) <= set(words):
+        return False  # `_forward` and `forward`, `rope_parameters` and `default_rope_parameters`
+    if len(words) != len(known_words):
+        words, known_words, threshold = [name], [known], 0.9
+    pairs = [pair for pair in zip(words, known_words, strict=True) if pair[0] != pair[1]]
+    ratios = [difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs if set(pair) != {"get", "set"}]
+    return len(ratios) == len(pairs) and min(ratios) >= threshold

@@ -11,7 +11,7 @@ import pytest
 import transformers
 from packaging.version import Version
 
-from patcher.codegen.generation.provenance import recorded
+from patcher.codegen.generation.header import recorded
 from patcher.source.definitions import find
 from tests.codegen.drifting import CONFIG, NEW, OLD, excerpt
 

@@ -14,7 +14,7 @@ import transformers
 
 from patcher import PatcherWarning
 from patcher.codegen import PatchConfig, generate
-from patcher.source.decorators import _replaced_by
+from patcher.source.definitions import replaced_by_decorator_of
 from tests.support import tiny
 from tests.support.comparing import logits
 
@@ -25,11 +25,11 @@ FORWARD = "def forward(self, hidden_states, *args):\n    return hidden_states * 
 def test_what_decorators_of_transformers_replace() -> None:
     home = "transformers.integrations"
     names = ("use_experts_implementation", "use_kernel_forward_from_hub", "use_kernelized_func")
-    found = {name: _replaced_by(home, name) for name in names}
+    found = {name: replaced_by_decorator_of(home, name) for name in names}
     assert found.pop("use_experts_implementation") >= {"forward"}
     assert found == {"use_kernel_forward_from_hub": {"forward"}, "use_kernelized_func": set()}
-    assert not _replaced_by("transformers.utils", "auto_docstring")
-    assert "__init__" not in _replaced_by(home, "use_experts_implementation")  # it calls the class's own
+    assert not replaced_by_decorator_of("transformers.utils", "auto_docstring")
+    assert "__init__" not in replaced_by_decorator_of(home, "use_experts_implementation")  # it calls the class's own
 
 
 @pytest.mark.parametrize(

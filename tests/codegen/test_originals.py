@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from patcher.codegen import PatchConfig, create_patch_from_external, generate, write
-from patcher.codegen.files.checker import changed_originals
-from patcher.codegen.generation.provenance import recorded
+from patcher.codegen.files.output import changed_originals
+from patcher.codegen.generation.header import recorded
 from patcher.errors import CodegenError
 from patcher.source.definitions import find, fingerprint
 

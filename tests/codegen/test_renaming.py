@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from patcher.errors import CodegenError
-from patcher.source.edits import Text, applied
 from patcher.source.renaming import renaming
+from patcher.source.texts import Text, applied
 
 # `old` is what the module of the patch calls something, and `new` what the file calls it.
 FRAGMENTS = [

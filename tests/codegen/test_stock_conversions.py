@@ -197,7 +197,7 @@ def test_an_initialisation_that_writes_over_loaded_weights_is_refused(
 @pytest.mark.parametrize("name", ["dac", "clip", "timm_wrapper", "encoder_decoder"])
 def test_the_classes_are_those_that_inherit_from_no_other_model_of_the_file(name: str) -> None:
     module = f"transformers.models.{name}.modeling_{name}"
-    found = stock_conversions._first_models(ast.parse(generate(PatchConfig(module, "out.py"))))
+    found = stock_conversions._base_models(ast.parse(generate(PatchConfig(module, "out.py"))))
     original = __import__(module, fromlist=["x"])
     own = [
         value

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from patcher.codegen import PatchConfig, generate, write
-from patcher.codegen.files.writer import run_ruff
+from patcher.codegen.files.output import run_ruff
 from patcher.errors import CodegenError
 from tests.support.ruff import needs_ruff
 

@@ -51,7 +51,7 @@ ORDER = (
     "__main__",
 )
 #: The rooms of `codegen`, in the same way.
-CODEGEN = ("additions", "spec", "generation", "bridges", "files", "config")
+CODEGEN = ("spec", "generation", "bridges", "files", "config")
 #: Rooms whose place is known and that nobody has needed yet.
 TO_COME: set[str] = set()
 #: The functions that may import what stands below them: methods of the value that act by what is built on it, and
@@ -80,6 +80,7 @@ OTHERS_OWN = {
     "_backward_hooks": "torch: the same",
     "_backward_pre_hooks": "torch: the same",
     "_python_dispatch": "torch: the module of TorchDispatchMode",
+    "_version": "torch: how often a tensor was written in place",
     "_getframe": "sys: see FRAMES",
     "_asdict": "named tuples",
     "_replace": "named tuples",

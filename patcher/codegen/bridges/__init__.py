@@ -1,1 +1,1 @@
-"""Between a config, which describes a file, and a `Patcher`, which does the same at run time."""
+"""Conversion between a config, which describes a file, and a `Patcher`, which has the same effect at run time."""

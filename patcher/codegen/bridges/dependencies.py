@@ -1,4 +1,4 @@
-"""What a replacement needs of the module that it was written in, brought into the generated file."""
+"""The dependencies of a replacement in its own module, added to the generated file."""
 
 from __future__ import annotations
 
@@ -25,90 +25,87 @@ if TYPE_CHECKING:
 
 @dataclass
 class Dependencies:
-    """Brings names into the file of a config, each once.
+    """Adds names to the file of a config, each once.
 
     Attributes:
         config: the config that gets imports, helpers and constants.
-        original: the module that is patched.
-        targets: replacement -> the class or function of the original module that it replaces, under whose name the
-            file has it.
+        original: the patched module.
+        targets: replacement -> the name of the class or function of the original module that it replaces, which is
+            its name in the file.
     """
 
     config: PatchConfig
     original: types.ModuleType
     targets: Mapping[Any, str]
-    _known: dict[str, Any] = field(default_factory=dict)
+    _added: dict[str, Any] = field(default_factory=dict)
 
-    def bring(self, obj: Any, call: str) -> dict[str, str]:
-        """Bring what the source of a class or function needs.
-
-        Returns:
-            The names that it has to write differently.
-        """
+    def add(self, obj: Any, call: str) -> dict[str, str]:
+        """Add the dependencies of a class or function, and return the names that it has to write differently."""
         source, namespace = read_source(obj, call, self.config.where), _namespace(obj)
         names = free_names(dedented(source.text)) - {source.name}
-        # The generator reports what is missing, and where.
+        # Missing names are reported by the generator.
         known = [name for name in sorted(names & namespace.keys()) if not hasattr(builtins, name)]
-        brought = {name: self._bring(name, namespace[name], namespace, source, call) for name in known}
-        return {name: new for name, new in brought.items() if new != name}
+        renamed = {name: self._add_name(name, namespace[name], namespace, source, call) for name in known}
+        return {name: new for name, new in renamed.items() if new != name}
 
     def define(self, obj: Any, call: str = "from_patcher()") -> None:
-        """Have the file know a class or a function by its name."""
+        """Add a class or a function, unless the file has it."""
         if not self._is_known(obj.__name__, obj):
-            self._known[obj.__name__] = obj
-            self._bring_definition(obj.__name__, obj, "", call)
+            self._added[obj.__name__] = obj
+            self._add_definition(obj.__name__, obj, "", call)
 
-    def constants(self, values: Mapping[str, Any], description: str) -> None:
-        """Bind names of constants that copied code uses."""
-        self._known.update(values)
+    def add_constants(self, values: Mapping[str, Any], description: str) -> None:
+        """Add constants that copied code uses."""
+        self._added.update(values)
         lines = [f"{name} = {value!r}".replace("'", '"') for name, value in values.items()]
         self.config.add_post_import_block("\n".join(lines), description)
 
-    def _bring(self, name: str, value: Any, namespace: Mapping[str, Any], source: Source, call: str) -> str:
+    def _add_name(self, name: str, value: Any, namespace: Mapping[str, Any], source: Source, call: str) -> str:
+        """Add a name that a source uses, and return its name in the file."""
         if isinstance(value, type | types.FunctionType):
             value = unrebound(value)
             if value in self.targets:
                 return self.targets[value]
-        home = getattr(value, "__module__", None)
-        own = str(getattr(value, "__name__", ""))
-        if home == self.original.__name__ and vars(self.original).get(own) is value:
-            return own
+        own_name = str(getattr(value, "__name__", ""))
+        module = getattr(value, "__module__", None)
+        if module == self.original.__name__ and vars(self.original).get(own_name) is value:
+            return own_name
         if self._is_known(name, value):
             return name
-        if name in vars(self.original) and vars(self.original)[name] is not value:
+        if name in vars(self.original):
             raise self.config.error(
                 f"{call} uses {name!r}, and {self.original.__name__} has another {name!r}. "
                 f"Give the one in {source.file or 'the replacement'} a name of its own."
             )
-        self._known[name] = value
+        self._added[name] = value
         tree = file_tree(source.file)
-        found = imported_names(tree).get(name)
-        if found is not None and found.attribute:
-            imported, package = "." * found.level + found.module, str(namespace.get("__package__") or "")
-            module = absolute_name(imported, package, package, self.config.where)
-            self.config.add_import(module, names=[f"{found.attribute} as {name}"])
-        elif found is not None:
-            for module in [found.module] if found.alias else modules_under(tree, name):
-                self.config.add_import(module, alias=found.alias, is_from_import=False)
+        imported = imported_names(tree).get(name)
+        if imported is not None and imported.attribute:
+            relative, package = "." * imported.level + imported.module, str(namespace.get("__package__") or "")
+            home = absolute_name(relative, package, package, self.config.where)
+            self.config.add_import(home, names=[f"{imported.attribute} as {name}"])
+        elif imported is not None:
+            for home in [imported.module] if imported.alias else modules_under(tree, name):
+                self.config.add_import(home, alias=imported.alias, is_from_import=False)
         elif isinstance(value, types.ModuleType):
             self.config.add_import(value.__name__, alias=name, is_from_import=False)
         else:
-            self._bring_definition(name, value, str(namespace.get("__name__", "")), call)
+            self._add_definition(name, value, str(namespace.get("__name__", "")), call)
         return name
 
     def _is_known(self, name: str, value: Any) -> bool:
-        return name in self._known or vars(self.original).get(name, self._known) is value
+        return name in self._added or vars(self.original).get(name, self._added) is value
 
-    def _bring_definition(self, name: str, value: Any, module: str, call: str) -> None:
-        """A class, a function or a constant of the replacement's own module, or one that comes from elsewhere."""
+    def _add_definition(self, name: str, value: Any, module: str, call: str) -> None:
+        """Add a class, a function or a constant of the replacement's own module, or one from elsewhere."""
         inner = unwrap(value)
-        home = str(getattr(inner, "__module__", "") or "")
         if isinstance(inner, type | types.FunctionType):
-            if home and home != module and not _is_local(inner) and _importable(home, inner):
+            home = str(getattr(inner, "__module__", "") or "")
+            if home != module and not _is_local(inner) and _is_importable(home, inner):
                 self.config.add_import(home, names=[f"{inner.__name__} as {name}"])
                 return
             call = f"{call}, which uses {name!r},"
-            name_map = self.bring(inner, call)
+            name_map = self.add(inner, call)
             if inner.__name__ != name:
                 raise self.config.error(
                     f"{call} calls it by another name than its own, {inner.__name__!r}. Use its own name."
@@ -116,10 +113,10 @@ class Dependencies:
             self.config.add_helper(inner, name_map=name_map)
             return
         try:
-            literal = ast.literal_eval(repr(value)) == value
+            is_literal = ast.literal_eval(repr(value)) == value
         except (ValueError, SyntaxError):
-            literal = False
-        if literal:
+            is_literal = False
+        if is_literal:
             self.config.add_post_import_block(f"{name} = {value!r}")
         elif module and module != "__main__" and vars(sys.modules.get(module, builtins)).get(name) is value:
             self.config.add_import(module, names=[name])
@@ -131,24 +128,20 @@ class Dependencies:
 
 
 def _namespace(obj: Any) -> dict[str, Any]:
-    """What the code of a class or function sees around it: its module, and the functions that it is defined in."""
+    """Return the names around the code of a class or function: of its module and of enclosing functions."""
     inner = unwrap(obj)
-    functions = [inner] if isinstance(inner, types.FunctionType) else []
-    if isinstance(inner, type):
-        functions = [f for value in vars(inner).values() if isinstance(f := unwrap(value), types.FunctionType)]
+    members = map(unwrap, vars(inner).values()) if isinstance(inner, type) else [inner]
     namespace: dict[str, Any] = dict(vars(sys.modules.get(inner.__module__, builtins)))
-    for function in functions:
-        if function.__module__ == inner.__module__:
-            namespace |= function.__globals__
-            namespace |= {k: v for k, v in inspect.getclosurevars(function).nonlocals.items() if k != "__class__"}
+    for function in members:
+        if isinstance(function, types.FunctionType) and function.__module__ == inner.__module__:
+            nonlocals = inspect.getclosurevars(function).nonlocals
+            namespace |= function.__globals__ | {k: v for k, v in nonlocals.items() if k != "__class__"}
     if isinstance(inner, type) and _is_local(inner):
-        # A base that is a variable of the function around: no closure keeps it, but the class does.
-        source = read_source(inner, inner.__name__, caller())
-        node = source.tree()
-        if isinstance(node, ast.ClassDef):
-            for text, base in zip(node.bases, inner.__bases__, strict=False):
-                if isinstance(text, ast.Name):
-                    namespace.setdefault(text.id, base)
+        # A base class that is a variable of the enclosing function is in no closure.
+        node: Any = read_source(inner, inner.__name__, caller()).tree()
+        for expression, base in zip(node.bases, inner.__bases__, strict=False):
+            if isinstance(expression, ast.Name):
+                namespace.setdefault(expression.id, base)
     return namespace
 
 
@@ -156,8 +149,8 @@ def _is_local(obj: Any) -> bool:
     return "<locals>" in obj.__qualname__
 
 
-def _importable(module: str, obj: Any) -> bool:
-    if module in ("__main__", standing_alone.__name__):
+def _is_importable(module: str, obj: Any) -> bool:
+    if module in ("", "__main__", standing_alone.__name__):
         return False
     try:
         return vars(importlib.import_module(module)).get(obj.__name__) is obj

@@ -1,4 +1,4 @@
-"""A runtime `Patcher` as a config: the readable file of what it does to the models of one modeling module."""
+"""A runtime `Patcher` as a config: a readable file with its effect on the models of one modeling module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from patcher.codegen.bridges.conversions import OwnConversions
 from patcher.codegen.bridges.dependencies import Dependencies
 from patcher.codegen.bridges.fused_layers import FusedLayers, ModuleText
 from patcher.codegen.bridges.to_patcher import MADE
-from patcher.codegen.generation.class_decorators import replacing
 from patcher.codegen.spec import create_patch_from_external
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import named_modules
@@ -30,6 +29,7 @@ from patcher.layouts.layouts import Layout
 from patcher.layouts.transforms import conversions_of
 from patcher.patterns import find_key, hits
 from patcher.resolution.resolution import NO_CHANGE, Resolution, resolve, skeleton
+from patcher.source.definitions import decorator_name, decorators_of, replaced_methods
 from patcher.source.reading import file_tree
 from patcher.spec.forward_of import FLAGS, ForwardOf
 from patcher.spec.like import find_like, likes_of
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 def describe_patcher(
     described: PatchConfig, patcher: Patcher, model_class: type[PreTrainedModel], config: PretrainedConfig | None
 ) -> None:
-    """Have a config do what a patcher does; see `PatchConfig.from_patcher`."""
+    """Describe the effect of a patcher in a config; see `PatchConfig.from_patcher`."""
     modeling = importlib.import_module(described.source_module)
     if vars(modeling).get(model_class.__name__) is not model_class:
         raise described.error(
@@ -58,38 +58,38 @@ def describe_patcher(
     config = model_class.config_class() if config is None else config
     description = _Description(described, patcher, skeleton(model_class, config), ModuleText(modeling))
     replaced = description.replaced_classes()
-    resolution = NO_CHANGE  # classes alone need no other skeleton
+    resolution = NO_CHANGE  # classes alone need no second skeleton
     if patcher.fusions or patcher.function_mapping:
         resolution = resolve(patcher.replace(class_mapping=replaced, alternatives=()), model_class, config)
     stock = {path: unrebound(cls) for path, cls in resolution.original_classes.items()}
     resolution = replace(resolution, original_classes=stock)
-    own = description.classes_of_others(resolution)
-    targets: dict[Any, str] = {cls: name for name, cls in (*replaced.items(), *own.items())}
-    targets |= {each.replacement: each.name.partition(":")[2] for each in resolution.functions.replaced}
+    rebuilt = description.rebuilt_classes(resolution)
+    targets: dict[Any, str] = {cls: name for name, cls in (*replaced.items(), *rebuilt.items())}
+    targets |= {function.replacement: function.name.partition(":")[2] for function in resolution.functions.replaced}
     dependencies = Dependencies(described, modeling, targets)
-    for classes, why in ((replaced, ""), (own, "fused")):
+    for classes, why in ((replaced, ""), (rebuilt, "fused")):
         for name, cls in sorted(classes.items()):
-            _replace(described, name, cls, dependencies, why)
+            _replace_class(described, name, cls, dependencies, why)
     modules = dict(named_modules(description.stock))
     layers = FusedLayers(described, description.text, modules, resolution.refused, dependencies.define)
     changed = {path for path, module in modules.items() if type(module).__name__ in replaced}
     for path in sorted(changed.union(resolution.fused)):
-        layers.builds_own(path, replaced)
+        layers.construct_from_file(path, replaced)
     description.replace_functions(resolution, dependencies)
     layouts = description.write_fused(resolution, layers)
     layers.write()
     if not described.patches:
         raise described.error(f"{patcher!r} changes no class and no function of {modeling.__name__}.")
-    brought = (transform for cls in patcher.class_mapping.values() for transform in conversions_of(cls))
-    converted = (*resolution.fusion_plan.transforms, *patcher.extra_weight_conversions, *brought)
+    of_classes = (transform for cls in patcher.class_mapping.values() for transform in conversions_of(cls))
+    conversions = (*resolution.fusion_plan.transforms, *patcher.extra_weight_conversions, *of_classes)
     declared = (*patcher.filtered_weight_conversion_patterns, *patcher.new_weights, *patcher.dropped_weights)
-    if layouts or converted or declared:
-        OwnConversions(described, description.text, modules, patcher, dependencies).write(layouts, converted)
+    if layouts or conversions or declared:
+        OwnConversions(described, description.text, modules, patcher, dependencies).write(layouts, conversions)
     described.runtime, described.of_runtime = patcher, tuple(described.patches)
 
 
 class _Description(NamedTuple):
-    """What a patcher does to the classes of a module, and what of it a file can't hold."""
+    """The effect of a patcher on the classes of a module, without what a file can't express."""
 
     described: PatchConfig
     patcher: Patcher
@@ -97,58 +97,54 @@ class _Description(NamedTuple):
     text: ModuleText
 
     def replaced_classes(self) -> dict[str, type[nn.Module] | ForwardOf]:
-        """Class of the module -> replacement, for every class key of the patcher."""
-        found = {name: vars(self.text.module).get(name) for name in self.text.classes}
-        own = {name: cls for name, cls in found.items() if isinstance(cls, type) and issubclass(cls, nn.Module)}
+        """Return class of the module -> replacement, for every class key of the patcher."""
+        values = {name: vars(self.text.module).get(name) for name in self.text.classes}
+        classes = {name: cls for name, cls in values.items() if isinstance(cls, type) and issubclass(cls, nn.Module)}
         mapping = self.patcher.class_mapping
-        named = {name: find_key(name, mapping) or find_like(cls, mapping) for name, cls in own.items()}
-        keys = {name: key for name, key in named.items() if key is not None}
-        hit: set[str] = {each for name in keys for each in (*hits(name, mapping), *likes_of(own[name], mapping))}
+        matches = {name: find_key(name, mapping) or find_like(cls, mapping) for name, cls in classes.items()}
+        keys = {name: key for name, key in matches.items() if key is not None}
+        used = {key for name in keys for key in (*hits(name, mapping), *likes_of(classes[name], mapping))}
         for group in self.patcher.alternatives:
-            if hit.intersection(group):
-                hit.update(group)
-        for key in mapping:
-            if key not in hit:
-                near = nearest(key, own)
-                hint = f"Nearest: {', '.join(near)}. " if near else ""
-                raise self.described.error(
-                    f"no class of {self.text.module.__name__} matches the class key {key!r}. "
-                    f"{hint}A generated file holds the classes of one "
-                    "module: for a class of another one call from_patcher() with a model of that module."
-                )
+            used.update(group if used.intersection(group) else ())
+        for key in (key for key in mapping if key not in used):
+            matching = nearest(key, classes)
+            hint = f"Nearest: {', '.join(matching)}. " if matching else ""
+            raise self.described.error(
+                f"no class of {self.text.module.__name__} matches the class key {key!r}. "
+                f"{hint}A generated file holds the classes of one "
+                "module: for a class of another one call from_patcher() with a model of that module."
+            )
         return {name: mapping[key] for name, key in keys.items()}
 
     def replace_functions(self, resolution: Resolution, dependencies: Dependencies) -> None:
-        """The functions that the patcher replaces: those that the module itself defines."""
+        """Replace the functions of the patcher, which the module itself has to define."""
         functions = resolution.functions
-        found = {key for each in functions.replaced for _, key in each.keys}
-        for key in self.patcher.function_mapping:
-            if key not in found:
-                near = nearest(key.rpartition(":")[2], sorted(functions.known))
-                hint = f" Nearest: {', '.join(near)}." if near else ""
+        used = {key for function in functions.replaced for _, key in function.keys}
+        for key in (key for key in self.patcher.function_mapping if key not in used):
+            matching = nearest(key.rpartition(":")[2], sorted(functions.known))
+            hint = f" Nearest: {', '.join(matching)}." if matching else ""
+            raise self.described.error(
+                f"nothing in {self.described.source_module} that {type(self.stock).__name__} runs calls {key!r}."
+                f"{hint} Correct the key of function_mapping, or take it out."
+            )
+        for function in functions.replaced:
+            home, _, name = function.name.partition(":")
+            if home != self.text.module.__name__ or vars(self.text.module).get(name) is not function.original:
                 raise self.described.error(
-                    f"nothing in {self.described.source_module} that {type(self.stock).__name__} runs calls {key!r}."
-                    f"{hint} Correct the key of function_mapping, or take it out."
-                )
-        for each in functions.replaced:
-            home, _, name = each.name.partition(":")
-            if home != self.text.module.__name__ or vars(self.text.module).get(name) is not each.original:
-                raise self.described.error(
-                    f"{each.keys[0][1]!r} of function_mapping is {each.name}, which is not defined in "
+                    f"{function.keys[0][1]!r} of function_mapping is {function.name}, which is not defined in "
                     f"{self.described.source_module}, and a generated file holds the functions of one module. Load "
                     "with the patcher itself."
                 )
-            call = f"from_patcher(), for {full_name(each.replacement)},"
-            if not isinstance(each.replacement, FunctionType) or MADE in (each.replacement.__module__ or ""):
+            replacement = function.replacement
+            call = f"from_patcher(), for {full_name(replacement)},"
+            if not isinstance(replacement, FunctionType) or MADE in (replacement.__module__ or ""):
                 raise self.described.error(
                     f"{call} has no source that a file could hold. Load with the patcher itself."
                 )
-            self.described.replace_function(
-                name, each.replacement, name_map=dependencies.bring(each.replacement, call)
-            )
+            self.described.replace_function(name, replacement, name_map=dependencies.add(replacement, call))
 
     def write_fused(self, resolution: Resolution, layers: FusedLayers) -> Mapping[str, Sequence[Layout]]:
-        """Write what fusions do to the constructed modules; returns their layouts."""
+        """Write the fused modules, and return their layouts."""
         if self.patcher.fusions and not resolution.fused:
             refused = "; ".join(sorted(set(resolution.refused.values()))[:3])
             raise self.described.error(
@@ -157,13 +153,13 @@ class _Description(NamedTuple):
             )
         plan = resolution.fusion_plan
         fusions = {path: fusion_named(fusion) for fusion, paths in plan.by_fusion.items() for path in paths}
-        #: original, or the class itself where it takes modules of torch -> path -> class
+        #: original class, or the fused class itself if it replaces modules of torch -> path -> fused class
         groups: dict[type[nn.Module], dict[str, Any]] = {}
         for path, cls in resolution.fused.items():
             if path in plan.rebuilt:
                 continue
             if issubclass(cls, FusedModule):
-                self._check_home(path, resolution.original_classes[path])
+                self._check_module_of(path, resolution.original_classes[path])
             elif not is_importable(cls):
                 raise self.described.error(
                     f"{fusions[path]!r} gives {path} a class that is made for its shape, and a file imports classes. "
@@ -178,7 +174,7 @@ class _Description(NamedTuple):
             elif issubclass(cls, JoinedProjections):
                 layers.join(original, fused)
             elif issubclass(cls, LinearExperts):
-                layers.experts(original, cls, fused)
+                layers.replace_experts(original, cls, fused)
             else:
                 raise self.described.refusal(
                     f"{path} gets a {cls.__name__}, which isn't a class of qkv, gate_up, kv, siblings or "
@@ -186,41 +182,41 @@ class _Description(NamedTuple):
                 )
         return {path: tuple(fusions[path].layouts(layers.modules[path])) for path in resolution.fused}
 
-    def _check_home(self, path: str, original: type[nn.Module]) -> None:
-        if not self.text.own(original):
+    def _check_module_of(self, path: str, original: type[nn.Module]) -> None:
+        if not self.text.defines(original):
             raise self.described.error(
                 f"a fusion takes {path}, a {original.__name__} of {original.__module__}, which is "
                 f"not defined in {self.text.module.__name__}. Call from_patcher() with a model of that module."
             )
 
-    def classes_of_others(self, resolution: Resolution) -> dict[str, type[nn.Module]]:
-        """Class of the module -> a fused class that is built anew: it takes its place for all its objects."""
-        found: dict[str, type[nn.Module]] = {}
+    def rebuilt_classes(self, resolution: Resolution) -> dict[str, type[nn.Module]]:
+        """Return class of the module -> the fused class that is constructed instead, for all its instances."""
+        rebuilt: dict[str, type[nn.Module]] = {}
         for path, cls in resolution.fused.items():
             if path not in resolution.fusion_plan.rebuilt:
                 continue
             original = resolution.original_classes[path]
-            self._check_home(path, original)
-            if found.setdefault(original.__name__, cls) is not cls:
+            self._check_module_of(path, original)
+            if rebuilt.setdefault(original.__name__, cls) is not cls:
                 raise self.described.error(
                     f"{original.__name__} is fused in more than one way in {type(self.stock).__name__}, "
                     "and a file has one way for a class. Load with the patcher itself."
                 )
         for path, module in self.stock.named_modules():
-            if type(module).__name__ in found and path not in resolution.fused:
+            if type(module).__name__ in rebuilt and path not in resolution.fused:
                 reason = f" ({resolution.refused[path]})" if resolution.refused.get(path) else ""
                 raise self.described.error(
                     f"{path} is not fused{reason}, and others of its class, "
                     f"{type(module).__name__}, are: a file has one forward for a class. Load with the patcher itself."
                 )
-        return found
+        return rebuilt
 
 
-def _replace(
+def _replace_class(
     described: PatchConfig, name: str, cls: type[nn.Module] | ForwardOf, dependencies: Dependencies, description: str
 ) -> None:
     if isinstance(cls, ForwardOf):
-        cls.on(vars(dependencies.original)[name])  # raises where it can't be called as the original's
+        cls.on(vars(dependencies.original)[name])  # raises if its signature doesn't fit
         _replace_forward(described, name, cls.layer, dependencies)
         return
     if MADE in cls.__module__:
@@ -233,20 +229,21 @@ def _replace(
         described.patches.append(create_patch_from_external(name, cls.__module__, cls.__qualname__, description))
         return
     call = f"from_patcher(), for {cls.__qualname__},"
-    described.replace_class(name, cls, description, dependencies.bring(cls, call))
+    described.replace_class(name, cls, description, dependencies.add(cls, call))
 
 
 def _replace_forward(described: PatchConfig, name: str, layer: type[nn.Module], dependencies: Dependencies) -> None:
     call = f"from_patcher(), for forward_of({layer.__qualname__}),"
     if refused := [flag for flag in FLAGS if not getattr(layer, flag, True)]:
+        flags = " and ".join(f"{flag} = False" for flag in refused)
         raise described.error(
-            f"{call} has a layer with {' and '.join(f'{flag} = False' for flag in refused)}, which a file can't "
-            "refuse. Load with the patcher itself."
+            f"{call} has a layer with {flags}, which a file can't refuse. Load with the patcher itself."
         )
     forward: Any = layer.forward
-    name_map = dependencies.bring(forward, call)
-    modeling = dependencies.original
-    decorators = replacing("forward", name, file_tree(modeling.__file__ or ""), modeling.__package__ or "")
-    if decorators:  # a kernel would run in its place
-        described.drop_decorators(name, *decorators)
+    name_map, modeling = dependencies.add(forward, call), dependencies.original
+    tree, package = file_tree(modeling.__file__ or ""), modeling.__package__ or ""
+    decorators = map(decorator_name, decorators_of(tree, name))
+    dropped = [decorator for decorator in decorators if "forward" in replaced_methods(decorator, tree, package)]
+    if dropped:  # a kernel would run instead
+        described.drop_decorators(name, *dropped)
     described.override_method(f"{name}.forward", forward, f"of {layer.__name__}", name_map, keep_decorators=False)

@@ -1,8 +1,8 @@
-"""Fused layers as code: their classes, and the lines that build them.
+"""Fused layers as code: their classes, and the lines that construct them.
 
-A fused class is written behind the one that it takes the place of, with an `__init__` that builds what it has, and the
-call that builds it names the new class. What changes is read from the text of the module: its own `nn.Linear(...)` and
-`nn.Parameter(...)` say the sizes.
+A fused class is written after the class that it replaces, with an `__init__` that creates its parameters, and the call
+that constructs the original names the new class. The edits are based on the source of the module: the arguments of its
+`nn.Linear(...)` and `nn.Parameter(...)` are the sizes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from patcher.codegen.additions import WIDTH
+from patcher.codegen.spec import WIDTH
 from patcher.compat import standing_alone
 from patcher.compat.modeling_code import unrebound
 from patcher.errors import CodegenError
@@ -27,32 +27,38 @@ from patcher.fusions.experts.matrices import Matrices
 from patcher.fusions.joined import Joined
 from patcher.fusions.patch_embeddings import LinearPatchEmbedding
 from patcher.fusions.rewrite import class_text
-from patcher.source.decorators import replaced_methods
-from patcher.source.edits import Edit, Text, applied
-from patcher.source.reading import start_line
-from patcher.source.scopes import top_level
-from patcher.source.texts import dedented, indent_of
+from patcher.patterns import inside
+from patcher.source.definitions import decorator_name, replaced_methods
+from patcher.source.scopes import start_line, top_level
+from patcher.source.texts import Edit, Text, applied, dedented, indent_of
 
 if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig
 
+_EXPERTS_DOC = "Each expert as linear layers of its own, which are called one expert after the other."
+
 
 class ModuleText:
-    """The text of a modeling module, its classes, and edits of their methods."""
+    """The text of a modeling module, its classes and their methods."""
 
     def __init__(self, module: ModuleType) -> None:
         self.module = module
         self.text = Text(inspect.getsource(module))
         self.classes = {node.name: node for node in top_level(self.text.tree.body) if isinstance(node, ast.ClassDef)}
 
-    def own(self, cls: type) -> bool:
+    def defines(self, cls: type) -> bool:
         """Whether the module defines a class under its name."""
         return cls.__module__ == self.module.__name__ and vars(self.module).get(cls.__name__) is cls
 
+    def own_classes(self) -> list[Any]:
+        """Return the classes that the module defines under their names."""
+        values = [vars(self.module).get(name) for name in self.classes]
+        return [cls for cls in values if isinstance(cls, type) and self.defines(cls)]
+
     def method(self, cls: type, name: str) -> tuple[type, ast.FunctionDef] | None:
-        """A method of a class of the module, and which of its classes has it."""
+        """Return a method of a class of the module, with the class that defines it."""
         for base in cls.__mro__:
-            if not self.own(base):
+            if not self.defines(base):
                 return None
             for node in self.classes[base.__name__].body:
                 if isinstance(node, ast.FunctionDef) and node.name == name:
@@ -60,212 +66,185 @@ class ModuleText:
         return None
 
     def code(self, node: Any, edits: Iterable[Edit] = ()) -> str:
-        """The text of a definition with edits, moved to the left."""
+        """Return the text of a definition with edits, without its indentation."""
         text = self.text
         start, end = text.start_of(start_line(node)), text.end_of(text.last_line(node))
-        changes = [Edit(max(first, start) - start, last - start, new) for first, last, new in edits]
-        return dedented(applied(text.text[start:end], changes) + "\n")
+        shifted = [Edit(max(edit.start, start) - start, edit.end - start, edit.text) for edit in edits]
+        return dedented(applied(text.text[start:end], shifted) + "\n")
 
     def value(self, node: ast.expr) -> Any:
-        """The value of a name of the module, dotted or not."""
+        """Return the value of a name of the module, dotted or not."""
         try:
             return unrebound(eval(ast.unparse(node), vars(self.module)))
         except Exception:
             return None
 
-    def whole_lines(self, node: ast.stmt) -> Edit:
-        """The edit that removes a statement with its lines."""
-        return Edit(self.text.start_of(node.lineno), self.text.start_of((node.end_lineno or 0) + 1), "")
+    def whole_lines(self, node: ast.stmt, replacement: str = "") -> Edit:
+        """Return the edit that replaces or removes the lines of a statement."""
+        return Edit(self.text.start_of(node.lineno), self.text.start_of((node.end_lineno or 0) + 1), replacement)
 
 
-def assigned(function: ast.FunctionDef, name: str) -> Iterator[ast.Assign]:
-    """The statements of a method that assign to an attribute of that name."""
+def assignments(function: ast.FunctionDef, name: str) -> Iterator[ast.Assign]:
+    """Yield the statements of a method that assign to an attribute of that name."""
     for node in ast.walk(function):
         if isinstance(node, ast.Assign) and any(getattr(target, "attr", "") == name for target in node.targets):
             yield node
 
 
-def wrapped(code: str, known: str = "") -> str:
-    """Code of which no line is too long inside of a class: the last brackets of such a line are opened.
-
-    Args:
-        known: a text whose lines stay as they are.
-    """
-    lines = []
-    for line in code.split("\n"):
-        if len(line) + 4 <= WIDTH or not line.endswith((")", "]")) or line.strip() in known:
-            lines.append(line)
-            continue
-        indent, depth, at = indent_of(line), 0, len(line)
-        while at:
-            at -= 1
-            depth += {")": 1, "]": 1, "(": -1, "[": -1}.get(line[at], 0)
-            if depth == 0:
-                break
-        if depth:
-            lines.append(line)
-            continue
-        inner = line[at + 1 : -1]
-        parts = [f"{indent}    {inner}"]
-        if len(parts[0]) + 4 > WIDTH:
-            parts = [f"{wrapped(f'{indent}    {part}', known)}," for part in _arguments(inner)]
-        lines += [line[: at + 1], *parts, indent + line[-1]]
-    return "\n".join(lines)
+def wrapped(code: str, unchanged: str = "") -> str:
+    """Return code whose long lines are wrapped at their last brackets, except those that another text contains."""
+    return "\n".join(_wrapped_line(line, unchanged) for line in code.split("\n"))
 
 
-def _arguments(text: str) -> list[str]:
-    source = Text(f"f({text})")
-    call: Any = source.tree.body[0]
-    return [source.code(each) for each in (*call.value.args, *call.value.keywords)]
+def _wrapped_line(line: str, unchanged: str) -> str:
+    # 4 more columns: the code of a class is indented later
+    if len(line) + 4 <= WIDTH or not line.endswith((")", "]")) or line.strip() in unchanged:
+        return line
+    depth, opening = 0, len(line)
+    while opening and (depth or opening == len(line)):
+        opening -= 1
+        depth += {")": 1, "]": 1, "(": -1, "[": -1}.get(line[opening], 0)
+    if depth:
+        return line
+    indent, inner = indent_of(line), line[opening + 1 : -1]
+    lines = [f"{indent}    {inner}"]
+    if len(lines[0]) + 4 > WIDTH:
+        source = Text(f"f({inner})")
+        call: Any = source.tree.body[0]
+        arguments = [source.code(argument) for argument in (*call.value.args, *call.value.keywords)]
+        lines = [f"{_wrapped_line(f'{indent}    {argument}', unchanged)}," for argument in arguments]
+    return "\n".join([line[: opening + 1], *lines, indent + line[-1]])
 
 
 @dataclass
 class FusedLayers:
-    """What is written for the fused layers of a model.
+    """The classes of the fused layers of a model, and the lines that construct them.
 
     Attributes:
         described: the config that gets the patches.
         text: the module.
         modules: those of the skeleton that decides, by path.
-        refused: path -> why a module is left alone, for messages.
-        bring: has the file know a class or a function.
+        refused: path -> why a module isn't fused, for messages.
+        define: adds a class or a function to the file.
     """
 
     described: PatchConfig
     text: ModuleText
     modules: Mapping[str, nn.Module]
     refused: Mapping[str, str]
-    bring: Callable[..., None]
+    define: Callable[..., None]
     #: method -> its edits, each once
     _edits: dict[tuple[type, str], dict[Edit, None]] = field(default_factory=dict)
 
-    # -- the lines that build them --------------------------------------------------------------------------------
+    # -- constructions ----------------------------------------------------------------------------------------------
 
-    def builds(self, fused: Mapping[str, Any], change: Callable[[ast.expr, Any], list[Edit]]) -> None:
-        """Have the lines that build some modules build others.
+    def replace_constructions(self, fused: Mapping[str, Any], edits: Callable[[ast.expr, Any], list[Edit]]) -> None:
+        """Edit the lines that construct some modules, or raise a CodegenError if they construct others as well.
 
         Args:
-            fused: path -> what is to be built there; equal ones are built alike.
-            change: the edits of a call, or of the name of a class that is called later, for what it is to build.
-
-        Raises:
-            CodegenError: no line builds those and no others.
+            fused: path -> what is constructed there instead.
+            edits: returns the edits of a call, or of the name of a class that is called later, for a value of `fused`.
         """
-        for path in fused:
-            start, rest = self._builder(path)
-            owner = type(self.modules[start])
-            found = self.text.method(owner, "__init__")
-            calls = [] if found is None else list(self._calls(found[1], rest[0], type(self.modules[path])))
-            if not calls:
+        for path, replacement in fused.items():
+            inner, cls = path.split("."), type(self.modules[path])
+            parents = (".".join(inner[:depth]) for depth in range(len(inner) - 1, -1, -1))
+            parent = next((parent for parent in parents if self.text.defines(type(self.modules[parent]))), None)
+            if parent is None:
+                raise self.described.refusal(f"nothing in {self.described.source_module} builds {path}")
+            owner, name = type(self.modules[parent]), path.removeprefix(inside(parent)).partition(".")[0]
+            init = self.text.method(owner, "__init__")
+            calls = [] if init is None else list(self._constructions(init[1], name, cls))
+            if init is None or not calls:
                 raise self.described.refusal(
                     f"no line of {owner.__name__}.__init__ builds {path} by the name of its class, "
-                    f"{type(self.modules[path]).__name__}, which a file would change"
+                    f"{cls.__name__}, which a file would change"
                 )
-            assert found is not None
-            for at, module in self.modules.items():
-                if not isinstance(module, found[0]):
-                    continue
-                base = f"{at}.{rest[0]}" if at else rest[0]
-                for place, other in self.modules.items():
-                    inner = place == base or (place.startswith(base + ".") and place[len(base) + 1 :].isdigit())
-                    if inner and type(other) is type(self.modules[path]) and fused.get(place) is not fused[path]:
-                        raise self._not_apart(place, path)
-            for call in calls:
-                for edit in change(call, fused[path]):
-                    self.edit(found[0], "__init__", edit)
+            bases = [f"{inside(other)}{name}" for other, module in self.modules.items() if isinstance(module, init[0])]
+            for other, module in self.modules.items():
+                parent_path, _, last = other.rpartition(".")
+                same_line = other in bases or (last.isdigit() and parent_path in bases)
+                if same_line and type(module) is cls and fused.get(other) is not replacement:
+                    raise self._not_separable(other, path)
+            for edit in (edit for call in calls for edit in edits(call, replacement)):
+                self._edit(init[0], "__init__", edit)
 
-    def _builder(self, path: str) -> tuple[str, list[str]]:
-        """The path of the module that builds another one, and how it knows that one."""
-        inner = path.split(".")
-        for depth in range(len(inner) - 1, -1, -1):
-            start = ".".join(inner[:depth])
-            if self.text.own(type(self.modules[start])):
-                return start, inner[depth:]
-        raise self.described.refusal(f"nothing in {self.described.source_module} builds {path}")
+    def _constructions(self, function: ast.FunctionDef, name: str, cls: type) -> Iterator[ast.expr]:
+        """Yield the calls of a class for an attribute, or the names of the class in the variables that are called."""
+        values = [assignment.value for assignment in assignments(function, name)]
+        calls = [node for value in values for node in ast.walk(value) if isinstance(node, ast.Call)]
+        direct = [call for call in calls if self.text.value(call.func) is cls]
+        yield from direct
+        variables = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
+        for node in ast.walk(function) if not direct else ():
+            if isinstance(node, ast.Assign) and variables & {getattr(target, "id", "") for target in node.targets}:
+                names = (part for part in ast.walk(node.value) if isinstance(part, ast.Name))
+                yield from (part for part in names if self.text.value(part) is cls)
 
-    def _calls(self, function: ast.FunctionDef, name: str, cls: type) -> Iterator[ast.expr]:
-        statements = list(assigned(function, name))
-        calls = [node for each in statements for node in ast.walk(each.value) if isinstance(node, ast.Call)]
-        named = [node for node in calls if self.text.value(node.func) is cls]
-        called = {node.func.id for node in calls if isinstance(node.func, ast.Name)}
-        yield from named
-        for each in ast.walk(function) if not named else ():  # a variable that holds the class
-            if isinstance(each, ast.Assign) and called & {getattr(target, "id", "") for target in each.targets}:
-                names = (node for node in ast.walk(each.value) if isinstance(node, ast.Name))
-                yield from (node for node in names if self.text.value(node) is cls)
-
-    def _not_apart(self, place: str, path: str) -> CodegenError:
+    def _not_separable(self, other: str, path: str) -> CodegenError:
         name = type(self.modules[path]).__name__
-        reason = f" ({self.refused[place]})" if place in self.refused else ""
+        reason = f" ({self.refused[other]})" if other in self.refused else ""
         return self.described.refusal(
-            f"{place} is not fused{reason}, and others of its class, {name}, are: no class of "
+            f"{other} is not fused{reason}, and others of its class, {name}, are: no class of "
             f"{self.described.source_module} builds those that are, and no others"
         )
 
     def replace(self, cls: Any, fused: Mapping[str, Any]) -> None:
-        """Have modules of a class with a `from_module` be built in the place of others."""
-        name = cls.__name__
-        used = standing_alone.LinearPatchEmbedding if cls is LinearPatchEmbedding else cls
-        self.bring(used, f"from_patcher(), for {name}")
+        """Replace modules of torch by modules of a class with a `from_module`."""
+        name, is_embedding = cls.__name__, cls is LinearPatchEmbedding
+        self.define(standing_alone.LinearPatchEmbedding if is_embedding else cls, f"from_patcher(), for {name}")
 
-        def change(call: ast.expr, chosen: Any) -> list[Edit]:
+        def edits(call: ast.expr, _: Any) -> list[Edit]:
             assert isinstance(call, ast.Call)  # no variable of modeling code holds a class of torch
             start, end = self.text.text.span(call)
-            if cls is not LinearPatchEmbedding:
+            if not is_embedding:
                 return [Edit(start, start, f"{name}.from_module("), Edit(end, end, ")")]
-            more = [Edit(end - 1, end - 1, ", rank=3")] if self.text.value(call.func) is nn.Conv3d else []
-            return [*self.renamed_call(call, name), *more]
+            rank = [Edit(end - 1, end - 1, ", rank=3")] if self.text.value(call.func) is nn.Conv3d else []
+            return [self._renamed(call, name), *rank]
 
-        self.builds(fused, change)
+        self.replace_constructions(fused, edits)
 
-    def renamed_call(self, call: ast.expr, name: str) -> list[Edit]:
-        """The edit that has a call build another class."""
-        return [Edit(*self.text.text.span(getattr(call, "func", call)), name)]
+    def _renamed(self, call: ast.expr, name: str) -> Edit:
+        """Return the edit that lets a call construct another class."""
+        return Edit(*self.text.text.span(getattr(call, "func", call)), name)
 
-    def edit(self, owner: type, method: str, edit: Edit) -> None:
-        """Change a method of a class."""
+    def _edit(self, owner: type, method: str, edit: Edit) -> None:
         self._edits.setdefault((owner, method), {})[edit] = None
 
-    def builds_own(self, path: str, names: Collection[str]) -> None:
-        """Have models around a module, which an Auto class builds, be built as classes of the file.
-
-        Raises:
-            CodegenError: they can't be.
-        """
+    def construct_from_file(self, path: str, replaced: Collection[str]) -> None:
+        """Let models around a module that an Auto class constructs be those of the file, or raise a CodegenError."""
         around = ["", *accumulate(path.split("."), "{}.{}".format)] if path else []
-        for parent, part in pairwise(around):
-            module, name = self.modules[part], part.rpartition(".")[2]
-            found = self.text.method(type(self.modules[parent]), "__init__")
-            if not isinstance(module, PreTrainedModel) or found is None:
+        for parent, child in pairwise(around):
+            module, init = self.modules[child], self.text.method(type(self.modules[parent]), "__init__")
+            if not isinstance(module, PreTrainedModel) or init is None:
                 continue
-            for call in (each for node in assigned(found[1], name) for each in ast.walk(node.value)):
-                if not isinstance(call, ast.Call) or not ast.unparse(call.func).endswith(".from_config"):
+            values = [assignment.value for assignment in assignments(init[1], child.rpartition(".")[2])]
+            for call in (node for value in values for node in ast.walk(value) if isinstance(node, ast.Call)):
+                if not ast.unparse(call.func).endswith(".from_config"):
                     continue
                 cls, arguments = type(module).__name__, [*call.args, *call.keywords]
-                if not self.text.own(type(module)) or len(arguments) != 1 or found[0].__name__ in names:
+                if not self.text.defines(type(module)) or len(arguments) != 1 or init[0].__name__ in replaced:
                     raise self.described.error(
-                        f"{path} changes, and {part} around it is built by from_config() of an Auto class, "
+                        f"{path} changes, and {child} around it is built by from_config() of an Auto class, "
                         f"which gives the {cls} of transformers, not that of the file. Call from_patcher() "
                         f"with {cls}, or load with the patcher itself."
                     )
-                self.edit(found[0], "__init__", Edit(*self.text.text.span(call.func), f"{cls}._from_config"))
+                self._edit(init[0], "__init__", Edit(*self.text.text.span(call.func), f"{cls}._from_config"))
 
-    # -- their classes --------------------------------------------------------------------------------------------
+    # -- joined projections -----------------------------------------------------------------------------------------
 
     def join(self, original: type[nn.Module], fused: Mapping[str, Any]) -> None:
-        """Write the classes of joined projections, for some objects of one class."""
+        """Add the classes of joined projections, for some instances of a class."""
         variants = list(dict.fromkeys(fused.values()))
         names = {cls: cls.__name__ + (str(number) if number > 1 else "") for number, cls in enumerate(variants, 1)}
         self.described.derived.append(original.__name__)
         try:
-            self.builds(fused, lambda call, cls: self.renamed_call(call, names[cls]))
+            self.replace_constructions(fused, lambda call, cls: [self._renamed(call, names[cls])])
         except CodegenError:
-            others = any(type(each) is original and at not in fused for at, each in self.modules.items())
-            known = [vars(self.text.module).get(each) for each in self.text.classes]
-            derived = [each for each in known if isinstance(each, type) and issubclass(each, original)]
-            if len(variants) > 1 or others or len(derived) > 1:
+            unfused = any(type(module) is original and path not in fused for path, module in self.modules.items())
+            derived = [cls for cls in self.text.own_classes() if issubclass(cls, original)]
+            if len(variants) > 1 or unfused or len(derived) > 1:
                 raise
-            # What builds them doesn't name the class: the new one has its name.
+            # Their construction doesn't name the class: the new one gets its name.
             name = original.__name__
             code = self._joined_class(original, variants[0], name)
             self.described.derived.remove(name)
@@ -274,218 +253,214 @@ class FusedLayers:
         for cls in variants:
             self.described.add_helper_after(original.__name__, self._joined_class(original, cls, names[cls]))
 
-    def _joined_class(self, original: type[nn.Module], cls: Any, new: str) -> str:
+    def _joined_class(self, original: type[nn.Module], cls: Any, new_name: str) -> str:
         joined: Joined = cls._joined
         members = [self.joined_init(original, joined)]
         rewritten = [wrapped(code, self.text.text.text) for code in cls._rewritten.values()]
         compares_inputs = any("self.shared_input()" in code for code in rewritten)
-        if compares_inputs or any("super()." in code for code in rewritten) or self._is_used(original, cls):
-            self.bring(standing_alone.JoinedPart)
-            for number, name in enumerate(joined.projections):
-                start = f"sum(self.{joined.sizes}[:{number}])" if number else "0"
-                arguments = f"self.{joined.name}, {start}, self.{joined.sizes}[{number}]"
+        if compares_inputs or any("super()." in code for code in rewritten) or self._uses_parts(original, cls):
+            self.define(standing_alone.JoinedPart)
+            for index, name in enumerate(joined.projections):
+                start = f"sum(self.{joined.sizes}[:{index}])" if index else "0"
+                arguments = f"self.{joined.name}, {start}, self.{joined.sizes}[{index}]"
                 arguments += f", self.{name}_bias" if name in joined.biased else ""
                 members.append(wrapped(f"@property\ndef {name}(self):\n    return JoinedPart({arguments})\n"))
         if compares_inputs:
-            self.bring(standing_alone.SharedInput)
-            listed = ", ".join(f'"{name}"' for name in joined.projections)
-            call = f'SharedInput(self, [{listed}], "{joined.name}")'
+            self.define(standing_alone.SharedInput)
+            names = ", ".join(f'"{name}"' for name in joined.projections)
+            call = f'SharedInput(self, [{names}], "{joined.name}")'
             members.append(wrapped(f"def shared_input(self):\n    return {call}\n"))
         if any("self.are_values(" in code for code in rewritten):
-            self.bring(standing_alone.are_values)
+            self.define(standing_alone.are_values)
             members.append("def are_values(self, *given):\n    return are_values(given)\n")
-        doc = str(cls.__doc__).split(". Rewritten")[0] + "."
-        return self._decorators(original) + class_text(new, original.__name__, doc, [*members, *rewritten])
+        docstring = str(cls.__doc__).split(". Rewritten")[0] + "."
+        code = class_text(new_name, original.__name__, docstring, [*members, *rewritten])
+        return self._inherited_decorators(original) + code
 
-    def _decorators(self, original: type) -> str:
-        """Those of a class which its subclass needs as well: not what puts other code in the place of a forward."""
-        text, tree = self.text.text, self.text.text.tree
-        listed = self.text.classes[original.__name__].decorator_list
-        package = self.text.module.__package__ or ""
-        names = {each: ast.unparse(each.func if isinstance(each, ast.Call) else each) for each in listed}
-        kept = [each for each, name in names.items() if "forward" not in replaced_methods(name, tree, package)]
-        return "".join(f"@{text.code(each)}\n" for each in kept if "kernel_forward" not in names[each])
+    def _inherited_decorators(self, original: type) -> str:
+        """Return the decorators of a class that its subclass needs as well: those that don't replace the forward."""
+        text, package = self.text.text, self.text.module.__package__ or ""
+        lines = []
+        for decorator in self.text.classes[original.__name__].decorator_list:
+            name = decorator_name(decorator)
+            if "forward" not in replaced_methods(name, text.tree, package) and "kernel_forward" not in name:
+                lines.append(f"@{text.code(decorator)}\n")
+        return "".join(lines)
 
     def joined_init(self, original: type, joined: Joined) -> str:
-        """The `__init__` of a class of joined projections, which takes the place of the original's.
-
-        Raises:
-            CodegenError: that one doesn't build the projections line by line.
-        """
-        found = self.text.method(original, "__init__")
-        if found is None:
-            raise self._unread(original)
-        owner, node = found
-        supers = [part for part in ast.walk(node) if isinstance(part, ast.Call) and ast.unparse(part) == "super()"]
-        edits = [Edit(*self.text.text.span(part), f"super({owner.__name__}, self)") for part in supers]
+        """Return the `__init__` of joined projections, or raise a CodegenError if the original's can't be edited."""
+        init = self.text.method(original, "__init__")
+        if init is None:
+            raise self._unreadable(original)
+        owner, node = init
+        calls = [call for call in ast.walk(node) if isinstance(call, ast.Call) and ast.unparse(call) == "super()"]
+        edits = [Edit(*self.text.text.span(call), f"super({owner.__name__}, self)") for call in calls]
         return self.text.code(node, [*self._join_lines(original, node, joined), *edits])
 
-    def _unread(self, original: type) -> CodegenError:
+    def _unreadable(self, original: type) -> CodegenError:
         return self.described.refusal(
             f"{original.__name__}.__init__ doesn't build what is fused line by line, by self.<name> = nn.Linear(...) "
             "and the like, so that a file can't build something else"
         )
 
     def _join_lines(self, original: type, init: ast.FunctionDef, joined: Joined) -> list[Edit]:
-        text = self.text.text
-        found = [list(assigned(init, name)) for name in joined.projections]
-        statements = [each[0] for each in found if len(each) == 1]
-        calls: list[Any] = [each.value for each in statements]
-        plain = [isinstance(each, ast.Call) and self.text.value(each.func) is nn.Linear for each in calls]
-        if len(statements) < len(found) or not all(plain) or not all(map(text.is_alone, statements)):
-            raise self._unread(original)
-        given = [
-            inspect.signature(nn.Linear).bind(*each.args, **{k.arg: k.value for k in each.keywords}).arguments
-            for each in calls
-        ]
-        biases = [ast.unparse(each["bias"]) if "bias" in each else "True" for each in given]
-        uses = [part for part in ast.walk(init) if isinstance(part, ast.Attribute) and part.attr in joined.projections]
-        if len(uses) > len(found) or (len(set(biases)) > 1 and not joined.biased) or any("dtype" in e for e in given):
-            raise self._unread(original)
-        linear, size = text.code(calls[0].func), ast.unparse(given[0]["in_features"])
-        bias = "" if biases == ["True"] * len(biases) else f", bias={'False' if joined.biased else biases[0]}"
+        """Return the edits that replace the projections of an `__init__` by one layer."""
+        text, projections = self.text.text, joined.projections
+        assigned = [list(assignments(init, name)) for name in projections]
+        statements = [nodes[0] for nodes in assigned if len(nodes) == 1]
+        calls: list[Any] = [statement.value for statement in statements]
+        are_linear = all(isinstance(call, ast.Call) and self.text.value(call.func) is nn.Linear for call in calls)
+        if len(statements) < len(projections) or not are_linear or not all(map(text.is_alone, statements)):
+            raise self._unreadable(original)
+        keywords = [{keyword.arg: keyword.value for keyword in call.keywords} for call in calls]
+        linear = inspect.signature(nn.Linear)
+        arguments = [linear.bind(*call.args, **named).arguments for call, named in zip(calls, keywords, strict=True)]
+        biases = [ast.unparse(bound["bias"]) if "bias" in bound else "True" for bound in arguments]
+        uses = [node for node in ast.walk(init) if isinstance(node, ast.Attribute) and node.attr in projections]
+        differ = len(set(biases)) > 1 and not joined.biased
+        if len(uses) > len(projections) or differ or any("dtype" in bound for bound in arguments):
+            raise self._unreadable(original)
+        linear_class, in_features = text.code(calls[0].func), ast.unparse(arguments[0]["in_features"])
+        bias = "" if set(biases) == {"True"} else f", bias={'False' if joined.biased else biases[0]}"
         lines = [
-            f"self.{joined.sizes} = [{', '.join(ast.unparse(each['out_features']) for each in given)}]",
-            f"self.{joined.name} = {linear}({size}, sum(self.{joined.sizes}){bias})",
+            f"self.{joined.sizes} = [{', '.join(ast.unparse(bound['out_features']) for bound in arguments)}]",
+            f"self.{joined.name} = {linear_class}({in_features}, sum(self.{joined.sizes}){bias})",
         ]
         for name in joined.biased:
-            number = joined.projections.index(name)
-            lines.append(f"self.{name}_bias = nn.Parameter(torch.zeros(self.{joined.sizes}[{number}]))")
+            size = f"self.{joined.sizes}[{projections.index(name)}]"
+            lines.append(f"self.{name}_bias = nn.Parameter(torch.zeros({size}))")
         ordered = sorted(statements, key=lambda node: node.lineno)
-        if len({text.indent(each.lineno) for each in ordered}) > 1:
-            raise self._unread(original)
-        # Where they all are known: behind what comes between them.
+        if len({text.indent(statement.lineno) for statement in ordered}) > 1:
+            raise self._unreadable(original)
+        # If other code is between them, the layer may need it: it is constructed at the last one.
         between = text.text[text.span(ordered[0])[1] : text.span(ordered[-1])[0]]
-        for each in ordered[1:-1]:
-            between = between.replace(text.code(each), "")
-        at = ordered[0] if not between.strip() else ordered[-1]
-        indent = text.indent(at.lineno)
+        for statement in ordered[1:-1]:
+            between = between.replace(text.code(statement), "")
+        place = ordered[0] if not between.strip() else ordered[-1]
+        indent = text.indent(place.lineno)
         new = "".join(f"{wrapped(indent + line)}\n" for line in lines)
-        start = text.start_of(at.lineno)
-        edits = [self.text.whole_lines(each) for each in ordered if each is not at]
-        return [*edits, Edit(start, text.start_of((at.end_lineno or 0) + 1), new)]
+        return [self.text.whole_lines(node, new if node is place else "") for node in ordered]
 
-    def _is_used(self, original: type[nn.Module], fused: Any) -> bool:
-        """Whether other code of the module may look for what is joined."""
-        known = {"__init__", *fused._rewritten}
-        lineage = {base.__name__ for base in original.__mro__}
+    def _uses_parts(self, original: type[nn.Module], fused: Any) -> bool:
+        """Whether other code of the module may access the joined projections."""
+        known, lineage = {"__init__", *fused._rewritten}, {base.__name__ for base in original.__mro__}
         for owner in self.text.text.tree.body:
-            mine = isinstance(owner, ast.ClassDef) and owner.name in lineage
-            functions = [part for part in ast.walk(owner) if isinstance(part, ast.FunctionDef) and part.args.args]
-            for function in (function for function in functions if not mine or function.name not in known):
+            is_own = isinstance(owner, ast.ClassDef) and owner.name in lineage
+            for function in ast.walk(owner):
+                if not isinstance(function, ast.FunctionDef) or not function.args.args:
+                    continue
+                if is_own and function.name in known:
+                    continue
                 this = function.args.args[0].arg
-                attributes = [part for part in ast.walk(function) if isinstance(part, ast.Attribute)]
-                owners = [part.value for part in attributes if part.attr in fused._joined.projections]
-                if any(mine or not (isinstance(value, ast.Name) and value.id == this) for value in owners):
+                attributes = [node for node in ast.walk(function) if isinstance(node, ast.Attribute)]
+                values = [node.value for node in attributes if node.attr in fused._joined.projections]
+                if any(is_own or not (isinstance(value, ast.Name) and value.id == this) for value in values):
                     return True
         return False
 
-    def experts(self, original: type[nn.Module], cls: type[LinearExperts], fused: Mapping[str, Any]) -> None:
-        """Write a class of experts that are layers, in the place of one of stacks."""
-        for place, other in self.modules.items():
-            if type(other) is original and place not in fused:
-                raise self._not_apart(place, next(iter(fused)))
-        module = self.modules[next(iter(fused))]
-        found = self.text.method(original, "__init__")
-        if not self.text.own(original) or found is None or found[0] is not original:
-            raise self._unread(original)
-        self.bring(standing_alone.ListedExperts)
-        node, init = self.text.classes[original.__name__], found[1]
-        layouts = cls.stacks(module)
+    # -- experts ----------------------------------------------------------------------------------------------------
+
+    def replace_experts(self, original: type[nn.Module], cls: type[LinearExperts], fused: Mapping[str, Any]) -> None:
+        """Replace a class of stacked experts by one of experts that are layers."""
+        path = next(iter(fused))
+        for other, unfused in self.modules.items():
+            if type(unfused) is original and other not in fused:
+                raise self._not_separable(other, path)
+        module, init = self.modules[path], self.text.method(original, "__init__")
+        if not self.text.defines(original) or init is None or init[0] is not original:
+            raise self._unreadable(original)
+        self.define(standing_alone.ListedExperts)
+        node = self.text.classes[original.__name__]
+        functions = [member for member in node.body if isinstance(member, ast.FunctionDef)]
         members, attributes = dict(cls._rewritten), []
-        own = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
-        plain = LinearExperts._rewritten
-        if members.get("empty_output") == plain["empty_output"]:
+        default = LinearExperts._rewritten
+        if members.get("empty_output") == default["empty_output"]:
             del members["empty_output"]
             members["forward"] = members["forward"].replace(
                 "self.empty_output(hidden_states, top_k_weights)", "torch.zeros_like(hidden_states)"
             )
         if "self.run_expert(" not in members["forward"]:
             members.pop("run_expert", None)
-        elif members["run_expert"] == plain["run_expert"]:
-            members["run_expert"] = _run_expert(module, "_apply_gate" in own)
+        elif members["run_expert"] == default["run_expert"]:
+            has_own_gate = any(function.name == "_apply_gate" for function in functions)
+            members["run_expert"] = _run_expert(module, has_own_gate)
         for name in DECLARED:
             declared = members.pop(name, None)
             if any(f"self.{name}" in code for code in members.values()):
                 attributes.append(declared or f"{name} = {getattr(module, name)!r}\n")
-        edits = self._expert_lines(original, init, layouts)
-        kept = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name not in members]
-        methods = [self.text.code(each, edits if each is init else ()) for each in kept]
-        doc = "Each expert as linear layers of its own, which are called one expert after the other."
+        edits = self._expert_lines(original, init[1], cls.stacks(module))
+        kept = [function for function in functions if function.name not in members]
+        methods = [self.text.code(function, edits if function is init[1] else ()) for function in kept]
         others = [ast.unparse(base) for base in node.bases if self.text.value(base) is not nn.Module]
-        code = class_text(
-            original.__name__, ", ".join(["ListedExperts", *others]), doc, [*attributes, *methods, *members.values()]
-        )
+        bases = ", ".join(["ListedExperts", *others])
+        code = class_text(original.__name__, bases, _EXPERTS_DOC, [*attributes, *methods, *members.values()])
         self.described.replace_class(original.__name__, code)
-        self._uninitialised(original)
+        self._remove_initialization(original)
 
     def _expert_lines(self, original: type, init: ast.FunctionDef, layouts: Sequence[Matrices]) -> list[Edit]:
-        shapes: dict[Matrices, tuple[str, str, str]] = {}  # of weights: how many experts, inputs, outputs
+        """Return the edits that replace the stacks of an `__init__` by the layers of each expert."""
+        shapes: dict[Matrices, tuple[str, str, str]] = {}  # of weights: number of experts, inputs, outputs
         statements = []
         for layout in layouts:
-            found = list(assigned(init, layout.stock[0]))
-            call: Any = found[0].value if len(found) == 1 else None
+            assigned = list(assignments(init, layout.stock[0]))
+            call: Any = assigned[0].value if len(assigned) == 1 else None
             empty: Any = call.args[0] if isinstance(call, ast.Call) and call.args else None
             if not isinstance(empty, ast.Call) or self.text.value(call.func) is not nn.Parameter:
-                raise self._unread(original)
-            listed = empty.args[0].elts if isinstance(empty.args[0], ast.Tuple | ast.List) else empty.args
-            statements.append(found[0])
+                raise self._unreadable(original)
+            sizes = empty.args[0].elts if isinstance(empty.args[0], ast.Tuple | ast.List) else empty.args
+            statements.append(assigned[0])
             if layout.layers[0].endswith("weight"):
-                count, rows, columns = map(ast.unparse, listed)
+                count, rows, columns = map(ast.unparse, sizes)
                 shapes[layout] = (count, rows, columns) if layout.transposed else (count, columns, rows)
         biased = {layer for layout in layouts for layer in layout.layers if layer.endswith(".bias")}
         ordered = list(shapes.values())
         first, width = ordered[0], ordered[-1][1]
         lines = [f"for number in range({first[0]}):", "    expert = nn.Module()"]
         for layout, (count, inputs, outputs) in shapes.items():
-            for layer in (each.removesuffix(".weight") for each in layout.layers):
+            for layer in (name.removesuffix(".weight") for name in layout.layers):
                 bias = "" if f"{layer}.bias" in biased else ", bias=False"
                 line = f"expert.{layer} = nn.Linear({inputs}, {width if layout.parts > 1 else outputs}{bias})"
                 lines += [f"    {line}"] if count == first[0] else [f"    if number < {count}:", f"        {line}"]
         lines.append("    self.add_module(str(number), expert)")
-        if layouts[0].layers == ("weight",):  # an expert is a layer
+        if layouts[0].layers == ("weight",):  # an expert is a single layer
             lines[1:] = [f"    self.add_module(str(number), nn.Linear({first[1]}, {first[2]}, bias=False))"]
         last = max(statements, key=lambda node: node.lineno)
         indent = self.text.text.indent(last.lineno)
-        edits = [self.text.whole_lines(each) for each in statements if each is not last]
-        return [*edits, self.text.whole_lines(last)._replace(text="".join(f"{indent}{line}\n" for line in lines))]
+        new = "".join(f"{indent}{line}\n" for line in lines)
+        return [self.text.whole_lines(node, new if node is last else "") for node in statements]
 
-    def _uninitialised(self, original: type) -> None:
-        """Have `_init_weights` leave out what initialises stacks, of which there are none."""
-        for cls in map(vars(self.text.module).get, self.text.classes):
-            found = self.text.method(cls, "_init_weights") if isinstance(cls, type) and self.text.own(cls) else None
-            for node in ast.walk(found[1]) if found is not None else ():
-                test: Any = node.test if isinstance(node, ast.If) else None
-                asks = isinstance(test, ast.Call) and ast.unparse(test.func) == "isinstance"
-                if found is not None and asks and self.text.value(test.args[1]) is original:
-                    body: Any = node
-                    start, end = self.text.text.span(body.body[0])[0], self.text.text.span(body.body[-1])[1]
-                    self.edit(found[0], "_init_weights", Edit(start, end, "pass"))
+    def _remove_initialization(self, original: type) -> None:
+        """Remove the initialization of stacks from `_init_weights`."""
+        text = self.text.text
+        for owner, method in filter(None, (self.text.method(cls, "_init_weights") for cls in self.text.own_classes())):
+            for node in (node for node in ast.walk(method) if isinstance(node, ast.If)):
+                test: Any = node.test
+                is_check = isinstance(test, ast.Call) and ast.unparse(test.func) == "isinstance"
+                if is_check and self.text.value(test.args[1]) is original:
+                    start, end = text.span(node.body[0])[0], text.span(node.body[-1])[1]
+                    self._edit(owner, "_init_weights", Edit(start, end, "pass"))
 
-    # -- written --------------------------------------------------------------------------------------------------
+    # -- methods ----------------------------------------------------------------------------------------------------
 
     def write(self) -> None:
-        """Add the methods that change."""
-        for (owner, method), edits in sorted(self._edits.items(), key=lambda item: (item[0][0].__name__, item[0][1])):
-            found = self.text.method(owner, method)
-            assert found is not None
-            code = wrapped(self.text.code(found[1], edits), self.text.text.text)
-            self.described.override_method(f"{owner.__name__}.{method}", code)
+        """Override the edited methods in the config."""
+        for (owner, name), edits in sorted(self._edits.items(), key=lambda item: (item[0][0].__name__, item[0][1])):
+            method = self.text.method(owner, name)
+            assert method is not None
+            code = wrapped(self.text.code(method[1], edits), self.text.text.text)
+            self.described.override_method(f"{owner.__name__}.{name}", code)
 
 
-def _run_expert(module: Any, has_gate_of_its_own: bool) -> str:
-    """What one expert computes, as its class declares it."""
+def _run_expert(module: Any, has_own_gate: bool) -> str:
+    """Return the method that computes one expert, as its class declares it."""
     gate, up, down = (f"expert.{name}_proj(hidden_states)" for name in ("gate", "up", "down"))
     lines = [
         f"hidden_states = self.act_fn({gate}) * {up}" if module.has_gate else f"hidden_states = self.act_fn({up})"
     ]
-    if module.has_gate and has_gate_of_its_own:
-        both = "torch.cat((gate, up), -1)"
-        both = both if getattr(module, "is_concatenated", True) else "torch.stack((gate, up), -1).flatten(-2)"
+    if module.has_gate and has_own_gate:
+        is_concatenated = getattr(module, "is_concatenated", True)
+        both = "torch.cat((gate, up), -1)" if is_concatenated else "torch.stack((gate, up), -1).flatten(-2)"
         lines = [f"gate, up = {gate}, {up}", f"hidden_states = self._apply_gate({both})"]
-    lines.append(
-        f"return self.post_expert_norm({down})" if getattr(module, "has_post_expert_norm", False) else f"return {down}"
-    )
-    return "".join(
-        f"{line}\n" for line in ["def run_expert(self, expert, hidden_states):", *(f"    {each}" for each in lines)]
-    )
+    has_norm = getattr(module, "has_post_expert_norm", False)
+    lines.append(f"return self.post_expert_norm({down})" if has_norm else f"return {down}")
+    return "".join(["def run_expert(self, expert, hidden_states):\n", *(f"    {line}\n" for line in lines)])

@@ -1,1 +1,1 @@
-"""Generated files on the disk: the configs of a project, what they write, and whether it is still what they say."""
+"""Configs and generated files on disk."""

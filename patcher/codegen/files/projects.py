@@ -1,9 +1,8 @@
-"""The configs of a project: its settings, where they are, and how they are imported."""
+"""The configs of a project: its settings, discovery and import."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import os
 import sys
@@ -24,44 +23,36 @@ from patcher.source.reading import Location
 SUFFIX = "_patch_gen_config.py"
 _IMPORTING = {__file__, importlib.__file__, importing.__file__}
 _SKIPPED = {"node_modules", "__pycache__", "site-packages"}
-
-
-#: Where settings are, and what else may be there: those of the existing generator work as they are.
-_TABLES = {
-    ("patcher", "codegen"): {"search_root", "format"},
-    ("patchgen",): {"search_root", "format", "package_prefix", "legacy_patches_prefix"},
+#: The sections with settings, and their keys: those of the existing generator are valid as well.
+_SECTIONS = {
+    "patcher.codegen": {"search_root", "format"},
+    "patchgen": {"search_root", "format", "package_prefix", "legacy_patches_prefix"},
 }
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`[tool.patcher.codegen]` of a project: `search_root`, one folder or several, and `format`.
-
-    A section `[tool.patchgen]` is read where there is no such section.
-    """
+    """The settings `search_root` and `format`, of `[tool.patcher.codegen]` or else of `[tool.patchgen]`."""
 
     search_root: tuple[Path, ...]
     formatted: bool
 
 
 def read_settings(start: str | os.PathLike[str] | None = None) -> Settings:
-    """The settings of the project that a folder is part of.
-
-    Raises:
-        CodegenError: for invalid settings.
-    """
-    here = Path(start or Path.cwd()).resolve()
-    file = next((file for folder in (here, *here.parents) if (file := folder / "pyproject.toml").is_file()), None)
+    """Return the settings of the project around a folder; raises a CodegenError if they are invalid."""
+    current = Path(start or Path.cwd()).resolve()
+    files = (folder / "pyproject.toml" for folder in (current, *current.parents))
+    file = next((file for file in files if file.is_file()), None)
     if file is None:
-        return Settings((here,), False)
+        return Settings((current,), False)
     try:
         tools = tomllib.loads(file.read_text("utf-8")).get("tool", {})
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise CodegenError(f"{file}: the project's settings can't be read: {error}") from error
-    found = {names: functools.reduce(lambda table, name: table.get(name, {}), names, tools) for names in _TABLES}
-    names = next((names for names in _TABLES if found[names]), ("patcher", "codegen"))
-    table, section = found[names], f"[tool.{'.'.join(names)}]"
-    if unknown := sorted(set(table) - _TABLES[names]):
+    tables = {"patcher.codegen": tools.get("patcher", {}).get("codegen", {}), "patchgen": tools.get("patchgen", {})}
+    name = "patchgen" if tables["patchgen"] and not tables["patcher.codegen"] else "patcher.codegen"
+    table, section = tables[name], f"[tool.{name}]"
+    if unknown := sorted(set(table) - _SECTIONS[name]):
         raise CodegenError(f"{file}: {section} has no setting {unknown[0]!r}. It has search_root and format.")
     roots = table.get("search_root", ".")
     folders = [file.parent / name for name in ([roots] if isinstance(roots, str) else roots)]
@@ -74,24 +65,24 @@ def read_settings(start: str | os.PathLike[str] | None = None) -> Settings:
 
 
 def discover(settings: Settings) -> list[Path]:
-    """The configs of a project, `*_patch_gen_config.py` below the search root, in a fixed order."""
-    found = set[Path]()
+    """Return the configs of a project, `*_patch_gen_config.py` in the search root, in a fixed order."""
+    configs = set[Path]()
     for root in settings.search_root:
         for folder, folders, files in os.walk(root):
             folders[:] = [name for name in folders if not name.startswith(".") and name not in _SKIPPED]
-            found.update(Path(folder, name) for name in files if name.endswith(SUFFIX))
-    return sorted(found)
+            configs.update(Path(folder, name) for name in files if name.endswith(SUFFIX))
+    return sorted(configs)
 
 
 def load_configs(module: str, name: str | None = None) -> list[PatchSpec]:
-    """The configs of a module.
+    """Return the configs of a module.
 
     Args:
         module: a dotted name, or the path of a file.
-        name: the variable; without it `config`, or whatever configs the module holds.
+        name: the variable; by default `config`, or all configs that the module defines.
 
     Raises:
-        CodegenError: if the module can't be imported, or holds no such config.
+        CodegenError: if the module can't be imported, or has no such config.
     """
     path = Path(module)
     try:
@@ -101,48 +92,45 @@ def load_configs(module: str, name: str | None = None) -> list[PatchSpec]:
     except Exception as error:
         place, cause = _places(error, path)
         if path.suffix == ".py":
-            read_python(path)  # Python says of many files only that they can't be read, and not where
+            read_python(path)  # reports the line of undecodable text, which Python often doesn't
         raise CodegenError(
             f"{place or module}: the config can't be imported: {type(error).__name__}: {error}"
             + (f", at {cause}" if cause else "")
         ) from error
-    mine = str(Path(loaded.__file__ or ""))
-    own = {key: value for key, value in vars(loaded).items() if isinstance(value, PatchSpec)}
-    if name is None and "config" in own:
-        name = "config"
-    if name is None:
-        local = {id(value): value for value in own.values() if value.config_file == mine}
-        if not local:
-            raise CodegenError(
-                f"{Location(mine, 1)}: this module defines no PatchConfig. Write `config = PatchConfig(...)`."
-            )
-        return list(local.values())
-    if name not in own:
+    file = str(Path(loaded.__file__ or ""))
+    configs = {key: value for key, value in vars(loaded).items() if isinstance(value, PatchSpec)}
+    if name is None and "config" not in configs:
+        if defined := {id(config): config for config in configs.values() if config.config_file == file}:
+            return list(defined.values())
         raise CodegenError(
-            f"{Location(mine, 1)}: there is no PatchConfig named {name!r}. "
-            + (f"There are: {', '.join(own)}." if own else "Define one, `config = PatchConfig(...)`.")
+            f"{Location(file, 1)}: this module defines no PatchConfig. Write `config = PatchConfig(...)`."
         )
-    return [own[name]]
+    if (name or "config") not in configs:
+        raise CodegenError(
+            f"{Location(file, 1)}: there is no PatchConfig named {name!r}. "
+            + (f"There are: {', '.join(configs)}." if configs else "Define one, `config = PatchConfig(...)`.")
+        )
+    return [configs[name or "config"]]
 
 
 def _places(error: BaseException, path: Path) -> tuple[str, str]:
-    """The line of the config on which its import failed, and the line of another file that failed there."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
-    # Not those that import.
-    places = [Location(f.filename, f.lineno or 1) for f in frames if f.filename not in _IMPORTING]
+    """Return the line of the config on which its import failed, and that of another file that raised the error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [Location(frame.filename, frame.lineno or 1) for frame in frames if frame.filename not in _IMPORTING]
+    places = [place for place in places if not place.file.startswith("<frozen")]
     if isinstance(error, SyntaxError) and error.filename:
         places.append(Location(error.filename, error.lineno or 1))
     if not places:
         return "", ""
-    # The config itself comes first, unless it is imported by a package: its files run before.
-    own = [place for place in places if Path(place.file) == path.resolve()] or places[:1]
-    return str(own[-1]), str(places[-1]) if places[-1] != own[-1] else ""
+    # If a package around the config failed, no place is in the config itself.
+    in_config = [place for place in places if Path(place.file) == path.resolve()] or places[:1]
+    return str(in_config[-1]), str(places[-1]) if places[-1] != in_config[-1] else ""
 
 
 def _import_name(name: str) -> ModuleType:
     with _on_path(Path.cwd()):
-        known = sys.modules.get(name)
-        if isinstance(getattr(known, "__loader__", None), TextLoader) and not is_current(known):
+        loaded = sys.modules.get(name)
+        if isinstance(getattr(loaded, "__loader__", None), TextLoader) and not is_current(loaded):
             sys.modules.pop(name, None)
         try:
             return importlib.import_module(name)
@@ -156,29 +144,26 @@ def _import_name(name: str) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a config by its path: as part of its package if it has one, so that relative imports work."""
+    """Import a config by path, as part of its package if it has one, so that relative imports work."""
     path = path.resolve()
     if not path.is_file():
         raise CodegenError(f"{path}: there is no such config. Give the path of a file, or the name of a module.")
-    root, parts = path.parent, [path.stem]
+    root, name = path.parent, path.stem
     while (root / "__init__.py").is_file():
-        parts.insert(0, root.name)
-        root = root.parent
-    name = ".".join(parts)
+        root, name = root.parent, f"{root.name}.{name}"
     with _on_path(root):
-        known = sys.modules.get(name)
-        if known is not None and Path(getattr(known, "__file__", None) or "") == path:
-            if is_current(known):
-                return known
+        loaded = sys.modules.get(name)
+        if loaded is not None and Path(getattr(loaded, "__file__", None) or "") == path:
+            if is_current(loaded):
+                return loaded
             sys.modules.pop(name, None)
-        if len(parts) > 1:
+        if root != path.parent:
             return importlib.import_module(name)
-        # two folders may each hold a config of this name: loaded by its path, known by its name to its neighbours
+        # loaded by its path, as other folders may have a config of this name; imported by its name next to it
         loader = TextLoader(name, str(path))
         spec = importlib.util.spec_from_file_location(name, path, loader=loader)
         assert spec is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
             loader.exec_module(module)
         except BaseException:
@@ -189,7 +174,7 @@ def _import_file(path: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def _on_path(folder: Path) -> Iterator[None]:
-    """What a config imports is found from its folder too, and what is of the project is read from its text."""
+    """Add the folder of a config to the path, and import modules of the project from their source."""
     sys.path.insert(0, str(folder))
     try:
         with imported_from_text(folder, Path.cwd()):

@@ -1,1 +1,1 @@
-"""From a config to the text of a file. Nothing here imports what it reads, nor torch, nor transformers."""
+"""Generation of a file from a config. Neither the read modules nor torch nor transformers are imported here."""

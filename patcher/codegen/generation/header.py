@@ -1,116 +1,111 @@
-"""The comment at the top of a generated file: what it was made from, how, and what differs."""
+"""The comment at the top of a generated file: its source, its config, and the differences with fingerprints."""
 
 from __future__ import annotations
 
+import ast
+import itertools
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from patcher.codegen.spec import Patch, PatchSpec
+from patcher.source.definitions import NOTHING, find, fingerprint
 from patcher.source.modules import SourceModule
 
 _RULE = "# " + "-" * 88
 _WIDTH = 90
 _LINES = 12
-#: what the paragraph about the differences begins with
-DIFFERS = "Differs:"
-#: what transformers writes on top of a file that its modular converter has made
+#: The banner at the top of a file that transformers' modular converter has generated.
 _BANNER = re.compile(
     r"\A((?:#.*\n)*?)#[ \t]*\U0001f6a8+[ \t]*\r?\n"
     r"#[ \t]*This file was automatically generated from (\S+?)\.?[ \t]*(\r?\n)"
     r"(?:#.*\n)*?#[ \t]*\U0001f6a8+[ \t]*\r?\n"
 )
+#: The first word of the paragraph about the differences.
+_DIFFERS = "Differs:"
+#: The maximal number of characters of names and fingerprints; if there are more, they are next to the patches.
+ROOM = 300
+_ENTRY = re.compile(rf"([^\W\d][\w.]*) ([0-9a-f]{{8}}|{NOTHING})\b")
+_AT_PATCH = re.compile(rf"^[ \t]*# (?:from .+:\d+, )?in place of {_ENTRY.pattern}[ \t\r]*$", re.MULTILINE)
 
 
-def render_header(
-    config: PatchSpec,
-    source: SourceModule,
-    patches: Sequence[Patch],
-    originals: Mapping[str, str],
-    orphans: Sequence[str],
-    methods: Sequence[str],
-) -> list[str]:
-    """The lines of the header. They hold no time and no path of a machine, so that equal input gives equal text.
+def render_header(config: PatchSpec, source: SourceModule, changes: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the lines of the header, without times and paths of a machine, so that equal input gives equal text.
 
-    It names each change once: why it is made is said at its place. Where there are too many to name,
-    they are counted.
-
-    Args:
-        config: the description.
-        source: the module that was patched.
-        patches: the patches in the order of the text.
-        originals: the fingerprints of what they replace, but for those beside the patches.
-        orphans: the imports that nothing uses any more.
-        methods: those by which models get the conversions of transformers.
+    Each change is named once; its reason is given at its place. If there are too many to name, they are counted.
     """
     version = f" ({source.version})" if source.version else ""
     about = textwrap.shorten(config.description, 2 * (_WIDTH - 9))
     lines = ["GENERATED FILE: change the config that it is made from, not this file."]
     for label, text in (("Source:", f"{source.name}{version}"), ("About:", about), ("Made by:", made_by(config))):
-        lines += _wrapped(text, f"{label:9}", " " * 9)
-    changes = _changes(config, patches, originals, orphans, methods)
-    for counted in (set[str](), {verb for verb, names in changes.items() if not _marked(names)}, set(changes)):
-        parts = [f"{verb} {_listed(names, counted=verb in counted)}".rstrip() for verb, names in changes.items()]
-        differing = _wrapped("; ".join(parts) or "imports are absolute, nothing else", f"{DIFFERS:9}", " " * 9)
-        if len(lines) + len(differing) + 2 <= _LINES:
+        lines += _wrapped(label, text)
+    without_fingerprints = {verb for verb, names in changes.items() if not any("~" in name for name in names)}
+    for counted in (set[str](), without_fingerprints, set(changes)):
+        listed = {
+            verb: f"({len(names)} times)" if verb in counted and len(names) > 1 else ", ".join(names)
+            for verb, names in changes.items()
+        }
+        parts = [f"{verb} {names}".rstrip() for verb, names in listed.items()]
+        differences = _wrapped(_DIFFERS, "; ".join(parts) or "imports are absolute, nothing else")
+        if len(lines) + len(differences) + 2 <= _LINES:
             break
-    # A space at which no line ends is written as a tilde.
-    return [_RULE, *(f"# {line.replace('~', ' ')}".rstrip() for line in (*lines, *differing)), _RULE]
+    # A tilde is a space at which no line ends.
+    return [_RULE, *(f"# {line.replace('~', ' ')}".rstrip() for line in (*lines, *differences)), _RULE]
 
 
-def _changes(
+def changes_of(
     config: PatchSpec,
     patches: Sequence[Patch],
-    originals: Mapping[str, str],
+    fingerprints: Mapping[str, str],
     orphans: Sequence[str],
     methods: Sequence[str],
 ) -> dict[str, list[str]]:
-    """What is done -> the names of what it is done to, with the fingerprints of what they were."""
+    """Return kind of change -> the changed names, with the fingerprints of originals that the header contains.
+
+    Orphans are imports that nothing uses any more, methods those by which models get transformers' conversions.
+    """
 
     def marked(name: str) -> str:
-        return f"{name}~{originals[name]}" if name in originals else name
+        return f"{name}~{fingerprints[name]}" if name in fingerprints else name
 
-    changes: dict[str, list[str]] = {"fuse": list(map(marked, config.derived))} if config.derived else {}
+    changes = {"fuse": list(map(marked, config.derived))}
     for patch in patches:
         changes.setdefault(patch.kind.value, []).append(marked(patch.definition))
-    others: list[tuple[str, Iterable[str]]] = [
-        ("add method", methods),
-        ("add helper", sorted(helper.source.name for helper in config.helpers)),
-        ("add code behind the imports", [""] * bool(config.blocks)),
-        ("add import", sorted({name for entry in config.imports for name in entry.bound()})),
-        ("rename", sorted(config.renamed)),
-        ("add base", [f"{base} of {name}" for name, base in config.bases.items()]),
-        ("drop import", sorted({*config.dropped, *orphans})),
-        ("drop decorator", [f"{name} of {target}" for target, name in sorted(config.undecorated)]),
-        ("leave out", map(marked, sorted(config.excluded))),
-    ]
-    return changes | {verb: list(names) for verb, given in others if (names := list(given))}
+    others: dict[str, Iterable[str]] = {
+        "add method": methods,
+        "add helper": sorted(helper.__name__ for helper in config.helpers),
+        "add code behind the imports": [""] * bool(config.blocks),
+        "add import": sorted({name for statement in config.imports for name in statement.bound()}),
+        "rename": sorted(config.renamed),
+        "add base": [f"{base} of {name}" for name, base in config.bases.items()],
+        "drop import": sorted({*config.dropped, *orphans}),
+        "drop decorator": [f"{name} of {target}" for target, name in sorted(config.undecorated)],
+        "leave out": map(marked, sorted(config.excluded)),
+    }
+    return {verb: listed for verb, names in (changes | others).items() if (listed := list(names))}
 
 
-def _marked(names: Sequence[str]) -> bool:
-    return any("~" in name for name in names)
+def _wrapped(label: str, text: str) -> list[str]:
+    # long words, such as paths, stay whole so that they can be copied
+    wrapper = textwrap.TextWrapper(_WIDTH, f"{label:9}", " " * 9, break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(" ".join(text.split()))
 
 
-def _listed(names: Sequence[str], *, counted: bool) -> str:
-    return ", ".join(names) if not counted or len(names) == 1 else f"({len(names)} times)"
+def without_banner(text: str) -> str:
+    """Return a text without the banner that it was generated from another file: this one was generated from it."""
+    return _BANNER.sub(r"\1# The source was itself generated, from \2.\3", text)
 
 
 def made_by(config: PatchSpec) -> str:
-    """The command that makes the file, as seen from the root of the project that the config is part of."""
+    """Return the command that generates the file, as run from the root of the config's project."""
     if not config.config_module or (config.config_module == "__main__" and not Path(config.config_file).is_file()):
         return "patcher.codegen.write(config)"
     return f"patcher codegen {config_path(config.config_file)}"
 
 
-def _wrapped(text: str, first: str, others: str) -> list[str]:
-    # a long word, such as a path, stays whole: it is there to be copied
-    wrapper = textwrap.TextWrapper(_WIDTH, first, others, break_long_words=False, break_on_hyphens=False)
-    return wrapper.wrap(" ".join(text.split()))
-
-
 def config_path(file: str) -> str:
-    """The path of a config below its project, the nearest folder with a pyproject.toml; else the name of the file."""
+    """Return the path of a config below its project, the nearest folder with a pyproject.toml; else its file name."""
     path = Path(file)
     for parent in path.resolve().parents:
         if (parent / "pyproject.toml").is_file():
@@ -118,6 +113,17 @@ def config_path(file: str) -> str:
     return path.name
 
 
-def without_banner(text: str) -> str:
-    """A text that doesn't say any more that it was generated, and from what: this one was generated from it."""
-    return _BANNER.sub(r"\1# The source was itself generated, from \2.\3", text)
+def fingerprints_of(config: PatchSpec, original: ast.Module) -> dict[str, str]:
+    """Return the definitions that a config replaces, or drops and binds anew, with their fingerprints."""
+    names = {patch.definition for patch in config.patches if not (patch.new and patch in config.of_runtime)}
+    names |= {*config.derived, *(config.added_names() & config.excluded.keys())}
+    return {name: fingerprint(find(original, name)) for name in sorted(names)}
+
+
+def recorded(text: str) -> dict[str, str]:
+    """Return the fingerprints in a generated file, by the names of the definitions."""
+    header = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+    differences = itertools.dropwhile(lambda line: not line.startswith(f"# {_DIFFERS}"), header)
+    lines = itertools.takewhile(lambda line: not line.startswith("# ---"), differences)
+    paragraph = " ".join(line.removeprefix("#").strip() for line in lines).removeprefix(_DIFFERS)
+    return dict([*_ENTRY.findall(paragraph), *_AT_PATCH.findall(text)])

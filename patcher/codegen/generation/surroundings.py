@@ -1,4 +1,4 @@
-"""What surrounds the definitions of a generated file: imports made absolute, dropped and added, blocks and helpers."""
+"""The code around the patched definitions: what a file omits of its original, and what it adds to it."""
 
 from __future__ import annotations
 
@@ -6,24 +6,27 @@ import ast
 import importlib.util
 import itertools
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from patcher.codegen.additions import WIDTH, Helper, Import, import_by_line
-from patcher.codegen.generation.patched_definitions import Context, marker, why
-from patcher.codegen.spec import External, PatchSpec
+from patcher.codegen.generation.draft import Draft, comments, marker, why
+from patcher.codegen.spec import WIDTH, External, Helper, Import, PatchKind, PatchSpec, import_by_line
 from patcher.errors import CodegenError
-from patcher.source.definitions import find
-from patcher.source.edits import Edit, Place, Text, applied, definitions, places, without
-from patcher.source.modules import SourceModule
-from patcher.source.reading import Definition, Location, parsed, start_line
+from patcher.source.definitions import decorator_name, decorators_of, find
+from patcher.source.reading import Location, parsed
 from patcher.source.scopes import (
+    Definition,
     ImportedName,
+    bound_by,
     bound_name,
     bound_names,
     imported_names,
     nearest,
+    start_line,
     statements_of,
+    top_level,
 )
+from patcher.source.texts import Edit, Place, Text, applied, definitions, places, removals, without
 
 _SPACE = r"(?:\s|\\\r?\n)*"
 _RELATIVE = re.compile(
@@ -32,30 +35,188 @@ _RELATIVE = re.compile(
 )
 
 
-def absolute_imports(source: SourceModule, text: Text, where: Location) -> Iterator[Edit]:
-    """The edits that make every `from ..x import y` absolute, those in functions and guards included.
+# --- omissions ------------------------------------------------------------------------------------------------------
 
-    Raises:
-        CodegenError: an import goes above the top package.
+
+def remove(draft: Draft) -> set[ast.stmt]:
+    """Remove the imports that a config drops and the definitions that it excludes; returns the removed imports."""
+    config, text = draft.config, draft.text
+    tree = text.tree
+    for name, where in config.dropped.items():
+        if name not in draft.imported:
+            # Not an error: a config supports several releases, and a later one may not import the name.
+            problem = f"drop_import_names({name!r}) names nothing that {config.source_module} imports. "
+            where.warn(problem + nearest(name, draft.imported))
+    imports = set[ast.stmt]()
+    for place in places(tree.body, tree):
+        aliases = _aliases(place.node)
+        dropped = [alias for alias in aliases if bound_name(alias) in config.dropped and alias.name != "*"]
+        if aliases and len(dropped) == len(aliases):
+            imports.add(place.node)
+        elif dropped:
+            draft.edits += _without_aliases(text, place.node, dropped)
+    guards = _replaced_guards(draft, imports)
+    draft.removed = imports | _excluded(draft) | guards
+    draft.edits += removals(text, draft.removed, tree.body, tree)
+    is_changed = config.dropped or config.excluded
+    draft.bound = set(bound_names(ast.parse(applied(text.text, draft.edits)) if is_changed else tree))
+    return imports
+
+
+def _aliases(node: ast.stmt) -> list[ast.alias]:
+    return node.names if isinstance(node, ast.Import | ast.ImportFrom) else []
+
+
+def _without_aliases(text: Text, node: ast.stmt, removed: Collection[ast.alias]) -> list[Edit]:
+    end = text.span(node)[1]
+    return without(text, _aliases(node), removed, end - (text.text[end - 1] == ")"))
+
+
+def _replaced_guards(draft: Draft, imports: Collection[ast.stmt]) -> set[ast.stmt]:
+    """Return the guards that without the dropped imports only bind fallbacks, for names that the config binds."""
+    added, tree = draft.config.added_names() & draft.config.dropped.keys(), draft.text.tree
+    if not added:
+        return set()
+    rest = applied(draft.text.text, [*draft.edits, *removals(draft.text, imports, tree.body, tree)])
+    guards = set[ast.stmt]()
+    for node, remaining in zip((node for node in tree.body if node not in imports), ast.parse(rest).body, strict=True):
+        names = bound_by(remaining) if isinstance(node, ast.If | ast.Try) else set()
+        imported = imported_names(ast.Module([node], [])).keys()
+        if names and names <= added & imported and _only_binds_names(remaining):
+            guards.add(node)
+    return guards
+
+
+def _only_binds_names(guard: ast.stmt) -> bool:
+    """Whether the statements of a guard have no effect except on names."""
+    for node in top_level([guard]):
+        is_assignment = isinstance(node, ast.Assign | ast.AnnAssign)
+        if not is_assignment and not isinstance(node, ast.If | ast.Try | ast.Pass | ast.FunctionDef | ast.ClassDef):
+            return False
+        targets = (part for part in ast.walk(node) if isinstance(part, ast.Attribute | ast.Subscript))
+        if is_assignment and any(isinstance(target.ctx, ast.Store) for target in targets):
+            return False
+    return True
+
+
+def _excluded(draft: Draft) -> set[ast.stmt]:
+    """Return the excluded statements, and remove their names from `__all__`."""
+    config, text = draft.config, draft.text
+    removed, bindings = set[ast.stmt](), dict[str, list[ast.stmt]]()
+    for place in places(text.tree.body, text.tree) if config.excluded else ():
+        if place.bound_name:
+            bindings.setdefault(place.bound_name, []).append(place.node)
+    patched = {patch.target.split(".")[0]: patch for patch in config.patches}
+    for name, where in config.excluded.items():
+        if name not in bindings:
+            raise CodegenError(
+                f"{where}: exclude_from_output({name!r}) names no class, function or constant of "
+                f"{config.source_module}. {nearest(name, bindings)}"
+            )
+        if name in patched:
+            raise CodegenError(
+                f"{where}: exclude_from_output({name!r}) leaves out what {patched[name].call} at "
+                f"{patched[name].where} patches. Remove one."
+            )
+        removed.update(bindings[name])
+    for node in bindings.get("__all__", []):
+        value = getattr(node, "value", None)
+        items = value.elts if isinstance(value, ast.List) else []
+        dropped = [item for item in items if isinstance(item, ast.Constant) and item.value in config.excluded]
+        end = text.span(node)[1]
+        if dropped and len(dropped) == len(items):
+            draft.edits.append(Edit(text.span(value)[0], end, "[]"))
+        elif dropped:
+            draft.edits += without(text, items, dropped, end - 1)
+    return removed
+
+
+def dropped_decorators(draft: Draft) -> Iterator[Edit]:
+    """Yield the edits that remove the decorators that a config drops."""
+    config, text = draft.config, draft.text
+    known = {node.name for node in top_level(text.tree.body) if isinstance(node, Definition)}
+    replaced = {patch.target: patch for patch in config.patches if patch.kind is not PatchKind.MODIFY_INIT}
+    for (target, name), where in config.undecorated.items():
+        call = f"{where}: drop_decorators({target!r}, {name!r})"
+        if target in replaced:
+            raise CodegenError(
+                f"{call} is of no use: {replaced[target].call} at {replaced[target].where} replaces {target!r} with "
+                "its decorators. Remove one."
+            )
+        if target not in known:
+            hint = nearest(target, known)
+            raise CodegenError(f"{call} names no class or function of {config.source_module}. {hint}")
+        decorators = decorators_of(text.tree, target)
+        dropped = [decorator for decorator in decorators if decorator_name(decorator) == name]
+        if not dropped:
+            hint = nearest(name, map(decorator_name, decorators))
+            raise CodegenError(f"{call} names no decorator of {target!r} in {config.source_module}. {hint}")
+        for decorator in dropped:
+            yield Edit(text.start_of(decorator.lineno), text.start_of((decorator.end_lineno or 0) + 1), "")
+
+
+def without_orphans(config: PatchSpec, text: str, original: ast.Module) -> tuple[str, tuple[str, ...]]:
+    """Return a generated text without the imports that only removed code used, and their names.
+
+    An import stays unless it is known to be orphaned: if no removed code used it, if it is guarded, under `noqa` or
+    also imported by the config, and if its name occurs anywhere else, be it in a string or a comment.
     """
+    removed = {patch.definition for patch in config.patches}.union(config.excluded)
+    removed |= {name for name, _ in config.undecorated}
+    nodes = [part for name in removed for node in find(original, name) for part in ast.walk(node)]
+    kept = {name for statement in config.imports for name in statement.bound()}.union(removed)
+    used = {node.id for node in nodes if isinstance(node, ast.Name)} - kept
+    described = re.sub(r"(?m)^[ \t]*# (?:Why|  [\w.]+): .*", "", text)  # without descriptions
+    file, edits, orphans = Text(text, parsed(text)), list[Edit](), set[str]()
+    for node in file.tree.body:
+        names = {bound_name(alias) for alias in _aliases(node)} & used
+        if not names or getattr(node, "module", "") == "__future__" or node.col_offset or not file.is_alone(node):
+            continue
+        statement = "".join(file.lines[node.lineno - 1 : node.end_lineno])
+        rest = described.replace(statement, "", 1)
+        # A whole word, written so that the search is as fast as that of a string.
+        names = {name for name in names if not re.search(rf"{name}(?<=\b{name})\b", rest)}
+        if not names or "noqa" in statement:
+            continue
+        orphans |= names
+        unused = [alias for alias in _aliases(node) if bound_name(alias) in names]
+        if len(unused) < len(_aliases(node)):
+            edits += _without_aliases(file, node, unused)
+            continue
+        # Of the blank lines above and below, the larger number stays.
+        next_line = (node.end_lineno or 0) + 1
+        above = itertools.takewhile(str.isspace, reversed(file.lines[: node.lineno - 1]))
+        below = itertools.takewhile(str.isspace, file.lines[next_line - 1 :])
+        blank = min(len(list(above)), len(list(below)))
+        edits.append(Edit(file.start_of(node.lineno), file.start_of(next_line + blank), ""))
+    return applied(text, edits), tuple(sorted(orphans))
+
+
+# --- imports --------------------------------------------------------------------------------------------------------
+
+
+def absolute_imports(draft: Draft) -> Iterator[Edit]:
+    """Yield the edits that make all imports absolute, those in functions and guards included."""
+    text, source = draft.text, draft.source
     for node in statements_of(text.tree, ast.ImportFrom):
         if not node.level:
             continue
-        start, _ = text.span(node)
+        start, end = text.span(node)
         match = _RELATIVE.match(text.text, start)
         assert match is not None
-        name = absolute_name("." * node.level + (node.module or ""), source.package, source.name, where)
-        behind = match["behind"] if node.module else match["dots"] + match["behind"]  # needs none beside a dot
-        line = f"from {name} import {text.text[match.end() : text.span(node)[1]].lstrip()}"
+        relative = "." * node.level + (node.module or "")
+        name = absolute_name(relative, source.package, source.name, draft.config.where)
+        behind = match["behind"] if node.module else match["dots"] + match["behind"]  # "" is valid after a dot
+        line = f"from {name} import {text.text[match.end() : end].lstrip()}"
         if len(line) + node.col_offset > WIDTH and text.is_alone(node) and "\n" not in line and "(" not in line:
             between = text.line_break(node.lineno) + text.indent(node.lineno)
-            yield Edit(start, text.span(node)[1], between.join(import_by_line(name, map(ast.unparse, node.names))))
-            continue
-        yield Edit(start, match.end(), f"from{match['before'] or ' '}{name}{behind or ' '}import")
+            yield Edit(start, end, between.join(import_by_line(name, map(ast.unparse, node.names))))
+        else:
+            yield Edit(start, match.end(), f"from{match['before'] or ' '}{name}{behind or ' '}import")
 
 
 def absolute_name(relative: str, package: str, source: str, where: Location) -> str:
-    """The absolute name of a module that the module `source`, of a package, imports from by a name with dots."""
+    """Return the absolute name of a module that the module `source` of a package imports from by a relative name."""
     try:
         return importlib.util.resolve_name(relative, package)
     except ImportError:
@@ -66,129 +227,40 @@ def absolute_name(relative: str, package: str, source: str, where: Location) -> 
         ) from None
 
 
-def dropped_names(text: Text, names: Collection[str]) -> tuple[list[Edit], set[ast.stmt]]:
-    """The edits that leave names out of imports of the top level, and the statements of which none is left."""
-    edits, gone = list[Edit](), set[ast.stmt]()
-    for place in places(text.tree.body, text.tree):
-        node = place.node
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            removed = [alias for alias in node.names if bound_name(alias) in names and alias.name != "*"]
-            if len(removed) == len(node.names):
-                gone.add(node)
-            elif removed:
-                end = text.span(node)[1]
-                edits += without(text, node.names, removed, end - (text.text[end - 1] == ")"))
-    return edits, gone
+def added_imports(draft: Draft) -> list[Import]:
+    """Return the imports that the original lacks, and name the imported replacements.
 
-
-def without_orphans(
-    config: PatchSpec, source: SourceModule, text: str, original: ast.Module
-) -> tuple[str, tuple[str, ...]]:
-    """A generated text without the imports that only code used which is gone, and their names.
-
-    What isn't known to be orphaned stays: an import that no code used which is gone, one in a guard, under `noqa` or
-    by the config as well, and each whose name the text has anywhere else, be it in a string or a comment.
-
-    Args:
-        config: the description.
-        source: the module that was patched.
-        text: the text.
-        original: the syntax tree of the source.
+    Their order is fixed, with one statement for each module, so that the order of the config doesn't matter.
     """
-    gone = {patch.definition for patch in config.patches}.union(config.excluded)
-    gone |= {name for name, _ in config.undecorated}
-    nodes = [part for name in gone for node in find(original, name) for part in ast.walk(node)]
-    kept_names = {name for entry in config.imports for name in entry.bound()}.union(gone)
-    used = {part.id for part in nodes if isinstance(part, ast.Name)} - kept_names
-    described = re.sub(r"(?m)^[ \t]*# (?:Why|  [\w.]+): .*", "", text)  # without descriptions
-    file, removed = Text(text, parsed(text)), dict[ast.stmt, set[str]]()
-    for node in file.tree.body:
-        if not isinstance(node, ast.Import | ast.ImportFrom) or getattr(node, "module", "") == "__future__":
-            continue
-        names = {bound_name(alias) for alias in node.names} & used
-        if names and not node.col_offset and file.is_alone(node):
-            statement = "".join(file.lines[node.lineno - 1 : node.end_lineno])
-            rest = described.replace(statement, "", 1)
-            # The word, written so that it is searched for as fast as any characters are.
-            names = {name for name in names if not re.search(rf"{name}(?<=\b{name})\b", rest)}
-            if names and "noqa" not in statement:
-                removed[node] = names
-    edits = list[Edit]()
-    for node, names in removed.items():
-        listed, unused = _aliases(node), [alias for alias in _aliases(node) if bound_name(alias) in names]
-        if len(unused) < len(listed):
-            end = file.span(node)[1]
-            edits += without(file, listed, unused, end - (text[end - 1] == ")"))
-            continue
-        # Of the blank lines above and below, the larger number stays.
-        behind = (node.end_lineno or 0) + 1
-        above = itertools.takewhile(str.isspace, reversed(file.lines[: node.lineno - 1]))
-        below = itertools.takewhile(str.isspace, file.lines[behind - 1 :])
-        blank = min(len(list(above)), len(list(below)))
-        edits.append(Edit(file.start_of(node.lineno), file.start_of(behind + blank), ""))
-    return applied(text, edits), tuple(sorted(name for names in removed.values() for name in names))
+    config, plain, named = draft.config, dict[tuple[str, str], Import](), dict[str, Import]()
+    present = {name: imported for name, imported in draft.imported.items() if not imported.guarded}
 
+    def add_names(module: str, names: tuple[tuple[str, str], ...], where: Location) -> None:
+        first = named.get(module, Import(module, (), "", where))
+        named[module] = replace(first, names=tuple(sorted({*first.names, *names})))
 
-def _aliases(node: ast.stmt) -> list[ast.alias]:
-    return node.names if isinstance(node, ast.Import | ast.ImportFrom) else []
-
-
-def merge(imports: Iterable[Import]) -> list[Import]:
-    """The statements in a fixed order, one for each module: the order of the config doesn't matter."""
-    plain, named = dict[tuple[str, str], Import](), dict[str, Import]()
-    for entry in imports:
-        if not entry.names:
-            plain.setdefault((entry.module, entry.alias), entry)
-        else:
-            known = named.get(entry.module)
-            names = sorted({*entry.names, *(known.names if known else ())})
-            named[entry.module] = Import(entry.module, tuple(names), "", (known or entry).where)
-    return [plain[key] for key in sorted(plain)] + [named[key] for key in sorted(named)]
-
-
-def last_import(text: Text, gone: Collection[ast.stmt]) -> ast.stmt | None:
-    """The statement behind which new imports go: the last one with an import above the first definition.
-
-    Returns:
-        That statement, or the docstring if there is no import, or None.
-    """
-    found = None
-    for index, node in enumerate(text.tree.body):
-        if isinstance(node, Definition):
-            break
-        is_text = index == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        parts = (place.node for place in places([node], text.tree) if place.node not in gone)
-        if is_text or any(isinstance(part, ast.Import | ast.ImportFrom) for part in parts):
-            found = node
-    return found
-
-
-def plan_imports(
-    config: PatchSpec, bound: set[str], original: ast.Module, removable: Mapping[str, str]
-) -> tuple[list[Import], dict[External, str]]:
-    """The imports to add, and the expression for each imported replacement."""
-    present = {name: found for name, found in imported_names(original).items() if not found.guarded}
-    added: list[Import] = []
-    for entry in config.imports:
+    for statement in config.imports:
         fresh = []
-        for name, (module, attribute) in entry.bound().items():
-            found = None if name in config.dropped else present.get(name)
-            if found is not None and _is(found, config.source_module, module, attribute):
-                if "." in entry.module and entry.module != found.module and not attribute and not entry.alias:
-                    fresh.append(name)  # `import a.b` beside `import a`
-                continue
-            if name in bound:
+        for name, (module, attribute) in statement.bound().items():
+            imported = None if name in config.dropped else present.get(name)
+            if imported is not None and _is_same(imported, config.source_module, module, attribute):
+                is_other_module = "." in statement.module and statement.module != imported.module
+                if is_other_module and not attribute and not statement.alias:
+                    fresh.append(name)  # `import a.b` in addition to `import a`
+            elif name in draft.bound:
                 raise CodegenError(
-                    f"{entry.where}: add_import({entry.module!r}) binds {name!r}, which {config.source_module} "
-                    f"already binds. Give it an alias{_or_without(name, removable)}."
+                    f"{statement.where}: add_import({statement.module!r}) binds {name!r}, which "
+                    f"{config.source_module} already binds. Give it an alias{draft.or_without(name)}."
                 )
-            fresh.append(name)
-        if fresh:
-            names = tuple((name, alias) for name, alias in entry.names if alias in fresh)
-            added.append(Import(entry.module, names, entry.alias, entry.where))
-    externals: dict[External, str] = {}
+            else:
+                fresh.append(name)
+        names = tuple((name, alias) for name, alias in statement.names if alias in fresh)
+        if names:
+            add_names(statement.module, names, statement.where)
+        elif fresh:
+            plain.setdefault((statement.module, statement.alias), statement)
     aliases: dict[tuple[str, str], str] = {}
-    taken = bound | {name for entry in added for name in entry.bound()}
+    taken = draft.bound | {name for statement in (*plain.values(), *named.values()) for name in statement.bound()}
     for patch in sorted(config.patches, key=lambda patch: patch.target):
         if isinstance(external := patch.replacement, External) and not patch.is_import:
             first, *rest = external.name.split(".")
@@ -196,132 +268,121 @@ def plan_imports(
                 alias = first if first not in taken else f"external_{first}"
                 taken.add(alias)
                 aliases[external.module, first] = alias
-                added.append(Import(external.module, ((first, alias),), "", patch.where))
-            externals[external] = ".".join([aliases[external.module, first], *rest])
-    return merge(added), externals
+                add_names(external.module, ((first, alias),), patch.where)
+            draft.externals[external] = ".".join([aliases[external.module, first], *rest])
+    return [plain[key] for key in sorted(plain)] + [named[key] for key in sorted(named)]
 
 
-def _or_without(name: str, removable: Mapping[str, str]) -> str:
-    return f", or leave the original out: {removable[name]}" if name in removable else ""
+def _is_same(imported: ImportedName, source: str, module: str, attribute: str) -> bool:
+    """Whether an import of the original binds this module, or this attribute of it.
 
-
-def _is(found: ImportedName, source: str, module: str, attribute: str) -> bool:
-    """Whether an import statement of the original binds a name to this module, or this attribute of it.
-
-    `import torch.nn.functional as F` and `from torch.nn import functional as F` are one.
+    `import torch.nn.functional as F` and `from torch.nn import functional as F` are the same.
     """
-    package = ".".join(source.split(".")[: -found.level]) if found.level else ""
-    bound = found.module if found.attribute or found.alias else found.module.split(".")[0]
-    return ".".join(filter(None, (package, bound, found.attribute))) == ".".join(filter(None, (module, attribute)))
+    package = ".".join(source.split(".")[: -imported.level]) if imported.level else ""
+    bound = imported.module if imported.attribute or imported.alias else imported.module.split(".")[0]
+    names = ((package, bound, imported.attribute), (module, attribute))
+    original, added = (".".join(filter(None, parts)) for parts in names)
+    return original == added
 
 
-def insert(
-    config: PatchSpec,
-    added: list[Import],
-    gone: Collection[ast.stmt],
-    no_anchors: Collection[ast.stmt],
-    context: Context,
-) -> None:
-    """Put imports, blocks and helpers in their places.
+# --- additions ------------------------------------------------------------------------------------------------------
 
-    Args:
-        config: the description.
-        added: the imports.
-        gone: statements that are left out.
-        no_anchors: those of them that are imports.
-        context: what the edits of the file share.
-    """
-    text = context.text
-    body = text.tree.body
-    by_anchor: dict[str, list[Helper]] = {}
+
+def insert(draft: Draft, imports: Sequence[Import], removed_imports: Collection[ast.stmt]) -> None:
+    """Insert imports, blocks, helpers and endings at their places, which removed imports don't determine."""
+    text, body, config = draft.text, draft.text.tree.body, draft.config
+    helpers: dict[str, list[Helper]] = {}
     for helper in config.helpers:
-        by_anchor.setdefault(helper.after, []).append(helper)
-        if helper.source.name in context.bound:
+        helpers.setdefault(helper.after, []).append(helper)
+        if helper.__name__ in draft.bound:
             raise CodegenError(
-                f"{helper.where}: the helper {helper.source.name!r} has the name of something in {context.source}. "
-                f"Rename it{_or_without(helper.source.name, context.removable)}."
+                f"{helper.where}: the helper {helper.__name__!r} has the name of something in {draft.source.name}. "
+                f"Rename it{draft.or_without(helper.__name__)}."
             )
-    fresh = {helper.source.name for helper in config.helpers}
-    lines = [line for entry in added for line in entry.lines()]
-    top = [["", "# [ADDED IMPORTS]", *lines]] if lines else []
+    lines = [line for statement in imports for line in statement.lines()]
+    top: list[Sequence[str]] = [["", "# [ADDED IMPORTS]", *lines]] if lines else []
     for block in config.blocks:
-        note = why(block.description)
-        top.append(["", "# [ADDED CODE]", *([f"# {note}"] if note else []), *block.code.split("\n")])
-    top += _helpers(by_anchor, "", context)
-    anchor = last_import(text, no_anchors)
-    behind = body[body.index(anchor) + 1 :] if anchor is not None else body
-    _check_blocks(config, [node for node in behind if node not in gone], context)
-    if anchor is not None:
-        context.behind[anchor] = [*top, *context.behind.get(anchor, [])]
+        top.append(["", "# [ADDED CODE]", *comments(why(block.description)), *block.code.split("\n")])
+    top += _helper_lines(helpers, "", draft)
+    anchor = _last_import(draft, removed_imports)
+    remaining = [node for node in body if node not in draft.removed]
+
+    def after(node: ast.stmt) -> list[ast.stmt]:
+        return [other for other in body[body.index(node) + 1 :] if other not in draft.removed]
+
+    _check_blocks(draft, remaining if anchor is None else after(anchor))
+    if anchor is not None and top:
+        draft.behind[anchor] = [*top, *draft.behind.get(anchor, [])]
     outermost = {
-        place.node.name: node  # type: ignore[attr-defined]
+        place.name: node
         for node in body
         for place in definitions([node], text.tree)
-        if place.node not in gone
+        if place.node not in draft.removed
     }
-    for name, helpers in by_anchor.items():
-        if not name or name in fresh:
-            continue
+    names = {helper.__name__ for helper in config.helpers}
+    for name in (name for name in helpers if name and name not in names):
         if name not in outermost:
             raise CodegenError(
-                f"{helpers[0].where}: add_helper_after({name!r}) finds no such definition in the file that is made of "
-                f"{context.source}. {nearest(name, [*outermost, *fresh])}"
+                f"{helpers[name][0].where}: add_helper_after({name!r}) finds no such definition in the file that is "
+                f"made of {draft.source.name}. {nearest(name, [*outermost, *names])}"
             )
-        context.behind.setdefault(outermost[name], []).extend(_helpers(by_anchor, name, context))
-    left = [node for node in body if node not in gone]
+        draft.behind.setdefault(outermost[name], []).extend(_helper_lines(helpers, name, draft))
     if config.endings:
-        last = next(node for node in reversed(left) if isinstance(node, Definition))
-        context.behind.setdefault(last, []).extend(["", "", *block.code.split("\n")] for block in config.endings)
-    for node, parts in context.behind.items():
-        if parts:
-            following = next((each for each in left if body.index(each) > body.index(node)), None)
-            end = text.end_of(text.last_line(node))
-            _insert(parts, end, following, context)
+        last = next(node for node in reversed(remaining) if isinstance(node, Definition))
+        draft.behind.setdefault(last, []).extend(["", "", *block.code.split("\n")] for block in config.endings)
+    for node, groups in draft.behind.items():
+        draft.insert_lines_after(text.last_line(node), _separated(groups, next(iter(after(node)), None), draft))
     if anchor is None and top:
-        following = left[0] if left else None
-        at = text.start_of(start_line(following)) if following is not None else len(text.text)
-        _insert(top, at, following, context, first=True)
+        following, newline = remaining[0] if remaining else None, draft.source.newline
+        position = text.start_of(start_line(following)) if following is not None else len(text.text)
+        start = newline if position and not text.text[:position].endswith(("\n", "\r")) else ""
+        code = start + "".join(f"{line}{newline}" for line in _separated(top, following, draft))
+        draft.edits.insert(0, Edit(position, position, code))
 
 
-def _insert(
-    parts: Sequence[Sequence[str]], at: int, following: ast.stmt | None, context: Context, *, first: bool = False
-) -> None:
-    """Write lines behind a statement, or in front of the first, apart from what follows: two lines at definitions."""
-    newline, text = context.newline, context.text
-    lines = [line for part in parts for line in part]
-    if following is not None:
-        last = ast.parse("\n".join(parts[-1])).body[-1]
-        wanted = 2 if isinstance(last, Definition) or isinstance(following, Definition) else 1
-        lines += [""] * (wanted - Place(following, text.tree.body, text.tree).blank(text))
-    if not first:
-        context.edits.append(Edit(at, at, "".join(f"{newline}{line}" for line in lines)))
-        return
-    start = newline if at and not text.text[:at].endswith(("\n", "\r")) else ""
-    context.edits.insert(0, Edit(at, at, start + "".join(f"{line}{newline}" for line in lines)))
+def _last_import(draft: Draft, removed_imports: Collection[ast.stmt]) -> ast.stmt | None:
+    """Return the last statement with an import above all definitions, else the docstring, else None."""
+    last, tree = None, draft.text.tree
+    for index, node in enumerate(tree.body):
+        if isinstance(node, Definition):
+            break
+        is_docstring = index == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        nodes = (place.node for place in places([node], tree) if place.node not in removed_imports)
+        if is_docstring or any(isinstance(nested, ast.Import | ast.ImportFrom) for nested in nodes):
+            last = node
+    return last
 
 
-def _check_blocks(config: PatchSpec, behind: Sequence[ast.stmt], context: Context) -> None:
-    """Raise a CodegenError if what a block binds is bound again by the statements behind it, and so lost."""
-    bound = [(block, name) for block in config.blocks for name in bound_names(ast.parse(block.code))]
-    known = context.bound | {helper.source.name for helper in config.helpers}
-    later = bound_names(ast.Module([*behind], [])).keys() - config.dropped if bound else set()
+def _separated(groups: Sequence[Sequence[str]], following: ast.stmt | None, draft: Draft) -> list[str]:
+    """Return lines with the blank lines before the following statement: two if either is a definition."""
+    lines = [line for group in groups for line in group]
+    if following is None or not lines:
+        return lines
+    last, tree = ast.parse("\n".join(groups[-1])).body[-1], draft.text.tree
+    expected = 2 if isinstance(last, Definition) or isinstance(following, Definition) else 1
+    return lines + [""] * (expected - Place(following, tree.body, tree).blank_lines(draft.text))
+
+
+def _check_blocks(draft: Draft, following: Sequence[ast.stmt]) -> None:
+    """Raise a CodegenError if the following statements rebind a name of a block."""
+    bound = [(block, name) for block in draft.config.blocks for name in bound_names(ast.parse(block.code))]
+    known = draft.bound | {helper.__name__ for helper in draft.config.helpers}
+    rebound = bound_names(ast.Module([*following], [])).keys() - draft.config.dropped if bound else set()
     for block, name in bound:
-        if name in later and name in known:
+        if name in rebound and name in known:
             raise CodegenError(
-                f"{block.where}: the text given to add_post_import_block binds {name!r}, and {context.source} binds "
-                f"it again further down. Rename it{_or_without(name, context.removable)}."
+                f"{block.where}: the text given to add_post_import_block binds {name!r}, and {draft.source.name} "
+                f"binds it again further down. Rename it{draft.or_without(name)}."
             )
 
 
-def _helpers(
-    by_anchor: dict[str, list[Helper]], anchor: str, context: Context, *, boxed: bool = False
+def _helper_lines(
+    helpers: Mapping[str, Sequence[Helper]], anchor: str, draft: Draft, *, boxed: bool = False
 ) -> list[list[str]]:
-    """The helpers behind an anchor, each followed by those that are anchored to it."""
-    found: list[list[str]] = []
-    for helper in by_anchor.get(anchor, []):
-        piece = context.read_source(helper.source, helper.helper, dict(helper.name_map))
-        box = marker("[HELPERS]") if not found and not boxed else []
-        note = why(helper.description)
-        found.append(["", "", *box, *([f"# {note}"] if note else []), *piece.lines])
-        found += _helpers(by_anchor, helper.source.name, context, boxed=True)
-    return found
+    """Return the helpers after an anchor, each followed by those that are anchored to it."""
+    groups: list[list[str]] = []
+    for helper in helpers.get(anchor, []):
+        box = marker("[HELPERS]") if not groups and not boxed else []
+        groups.append(["", "", *box, *comments(why(helper.description)), *draft.code(helper)])
+        groups += _helper_lines(helpers, helper.__name__, draft, boxed=True)
+    return groups

@@ -1,0 +1,159 @@
+"""Checks of a file before it is written: names that it lacks, and patches that may never run."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from patcher.codegen.generation.draft import Draft
+from patcher.codegen.spec import PatchKind, PatchSpec
+from patcher.errors import CodegenError
+from patcher.source.definitions import decorator_name, decorators_of, replaced_methods
+from patcher.source.reading import Location, Source, file_tree, parsed
+from patcher.source.scopes import (
+    Definition,
+    bound_names,
+    free_names,
+    imported_names,
+    nearest,
+    start_line,
+    top_level,
+    undefined_names,
+    used_too_early,
+)
+from patcher.source.texts import dedented
+
+
+def warn_of_decorators(draft: Draft, text: str) -> None:
+    """Issue a warning for each patched method that a decorator of its class may keep from running."""
+    config = draft.config
+    rebound = {*config.dropped, *config.excluded}  # may be bound anew by the file
+    for patch in (patch for patch in config.patches if patch.target.count(".") == 1):
+        owner, _, method = patch.target.partition(".")
+        for name in map(decorator_name, decorators_of(draft.text.tree, owner)):
+            tree = parsed(text) if name.partition(".")[0] in rebound else draft.text.tree
+            replaced = replaced_methods(name, tree, draft.source.package)
+            if (owner, name) not in config.undecorated and method in replaced:
+                patch.where.warn(
+                    f"{patch.call} may never run: @{name} of {owner} puts another {method} in the place of the "
+                    f"class's own. Leave the decorator out with config.drop_decorators({owner!r}, {name!r})."
+                )
+
+
+class _User(NamedTuple):
+    """A patch, helper or block with its line, its name in messages, its code, and the names that are renamed in it."""
+
+    where: Location
+    label: str
+    source: Source | None
+    code: str
+    name_map: Mapping[str, str]
+
+    def used_names(self) -> set[str]:
+        """Return the names that it needs from the file."""
+        return {self.name_map.get(name, name) for name in free_names(self.code)}
+
+
+def check_names(draft: Draft, text: str) -> None:
+    """Raise a CodegenError if the file uses names that it doesn't define, or doesn't define early enough."""
+    config, original = draft.config, draft.text
+    try:
+        tree = parsed(text)
+        compile(tree, config.target_file, "exec")
+    except SyntaxError as error:
+        raise config.error(
+            f"{config.target_file} would not compile: {error.msg}. The line is "
+            f"{text.splitlines()[(error.lineno or 1) - 1].strip()!r}: look at the patch that it comes from."
+        ) from error
+    # Names that the original lacks as well aren't reported; they are computed only if something is missing.
+    if missing := undefined_names(text, tree):
+        missing_before = undefined_names(original.text, original.tree)
+        missing = {name: line for name, line in missing.items() if name not in missing_before}
+    if missing:
+        raise CodegenError("\n".join(_report_missing(config, tree, original.tree, missing)))
+    if early := used_too_early(tree):
+        early_before = used_too_early(original.tree)
+        for name in (name for name in early if name not in early_before):
+            users = ((user.where, user.label) for user in _users(config) if name in user.used_names())
+            where, label = next(users, (config.where, "the file"))
+            raise CodegenError(
+                f"{where}: {label} uses {name!r} while {config.target_file} is imported, and the file defines it only "
+                f"further down. {_how_to_follow(config, where, name)} the name inside a function."
+            )
+
+
+def _users(config: PatchSpec) -> Iterator[_User]:
+    for patch in config.patches:
+        if patch.source is not None:
+            yield _User(patch.where, patch.call, patch.source, dedented(patch.source.text), dict(patch.name_map))
+    for helper in config.helpers:
+        label, code = f"the helper {helper.__name__!r}", dedented(helper.source.text)
+        yield _User(helper.where, label, helper.source, code, dict(helper.name_map))
+    for block in config.blocks:
+        yield _User(block.where, "the text given to add_post_import_block", None, block.code, {})
+
+
+def _how_to_follow(config: PatchSpec, where: Location, name: str) -> str:
+    """Return how the addition of a line of the config is moved behind the definition of a name, if it can be."""
+    if any(helper.where == where for helper in config.helpers):
+        return f"Put it behind that definition with add_helper_after({name!r}), or use"
+    for patch in config.patches:
+        if patch.where == where and patch.kind in (PatchKind.REPLACE_CLASS, PatchKind.REPLACE_FUNCTION):
+            target = patch.target
+            return (
+                f"Leave the original out with exclude_from_output({target!r}) and add a {target!r} behind that "
+                f"definition with add_helper_after({name!r}), or use"
+            )
+    return "Use"
+
+
+def _report_missing(
+    config: PatchSpec, tree: ast.Module, original: ast.Module, missing: Mapping[str, int]
+) -> Iterator[str]:
+    """Yield the lines of the message: first what additions use, then what omissions removed."""
+    reported = set[str]()
+    for user in _users(config):
+        names = sorted(user.used_names() & missing.keys())
+        if not names:
+            continue
+        reported.update(names)
+        uses = f"{user.label} uses {', '.join(map(repr, names))}, which {config.target_file} does not define."
+        yield f"{user.where}: {uses}" + (" Import it with config.add_import." if user.source is None else "")
+        if user.source is not None:
+            yield from (f"  {name}: {_remedy(name, user.source.file, original)}" for name in names)
+    removed = {name: (where, "drop_import_names") for name, where in config.dropped.items()}
+    removed |= {name: (where, "exclude_from_output") for name, where in config.excluded.items()}
+    for name in (name for name in missing if name not in reported):
+        where, call = removed.get(name, (config.where, ""))
+        around = [node for node in tree.body if start_line(node) <= missing[name] <= (node.end_lineno or 0)]
+        owner = next(map(repr, bound_names(ast.Module([*around], []))), "")
+        also = f", or leave {owner} out as well" if owner else ""
+        yield (
+            f"{where}: {call}({name!r}) removes what {owner or 'the module'} still uses. Keep it, or bind {name!r} "
+            f"another way{also}."
+            if call
+            else f"{where}: {config.target_file} would use {name!r} in {owner or 'the module'} without defining it."
+        )
+
+
+def _remedy(name: str, file: str, original: ast.Module) -> str:
+    """Return the call to add, as far as the file of the patch code tells."""
+    home = file_tree(file)
+    imported, line = imported_names(home).get(name), bound_names(home).get(name)
+    if imported is not None and not imported.attribute:
+        alias = f", alias={imported.alias!r}" if imported.alias else ""
+        return f"add config.add_import({imported.module!r}{alias}, is_from_import=False)"
+    if imported is not None and imported.module and not imported.level:
+        word = f"{imported.attribute} as {imported.alias}" if imported.alias else imported.attribute
+        return f"add config.add_import({imported.module!r}, names=[{word!r}])"
+    if line is None:
+        ways = "import it with config.add_import, or add it with config.add_helper or config.add_post_import_block"
+        return f"{ways}. {nearest(name, bound_names(original))}"
+    place = f"on line {line} of {Path(file).name}"
+    if imported is not None:
+        return f"imported {place}; add config.add_import with the absolute name of its module"
+    if any(isinstance(node, Definition) and node.name == name for node in top_level(home.body)):
+        return f"defined {place}; add config.add_helper({name})"
+    return f"bound {place}; add config.add_post_import_block with the statements that bind it there"

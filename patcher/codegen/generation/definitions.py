@@ -1,0 +1,269 @@
+"""Patches of definitions as edits of a file: replaced classes and functions, and classes with patched methods."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from patcher.codegen.generation.draft import Draft, comments, definition_of, edited, marker, why
+from patcher.codegen.spec import External, Patch, PatchKind
+from patcher.errors import CodegenError
+from patcher.source.definitions import is_accessor
+from patcher.source.renaming import renaming
+from patcher.source.scopes import bound_by, free_names, looks_misspelt, nearest, start_line
+from patcher.source.texts import Edit, Place, Text, dedented, definitions
+
+#: The name under which `modify_init` keeps the original `__init__`.
+ORIGINAL_INIT = "_original_init"
+
+
+def is_overload(node: Any) -> bool:
+    """Whether a definition is a signature for type checkers only, `@overload`."""
+    return any(ast.unparse(decorator).rpartition(".")[2] == "overload" for decorator in node.decorator_list)
+
+
+# --- whole definitions ----------------------------------------------------------------------------------------------
+
+
+def replace_definition(patch: Patch, place: Place, draft: Draft) -> None:
+    """Replace a class or a function by a patch."""
+    node: Any = place.node
+    is_class = isinstance(node, ast.ClassDef)
+    kind, wrong, fix = "function", PatchKind.REPLACE_CLASS, "Use replace_function."
+    if is_class:
+        kind, wrong = "class", PatchKind.REPLACE_FUNCTION
+        fix = "Use replace_class, or override_method for one of its methods."
+    if patch.target_kind is wrong:
+        raise patch.error(f"does not fit: {patch.target!r} is a {kind} in {draft.source.name}. {fix}")
+    box = marker(f"[PATCHED {kind.upper()}] {patch.target}", why(patch.description), *draft.origin(patch))
+    draft.patches.append(patch)
+    name, indent = node.name, draft.indent(node)
+    original = ""
+    if not isinstance(patch.replacement, External):
+        original = _name_of_original(patch, name, is_class, draft)
+        lines = _replacement(patch, name, original, indent, draft)
+    elif patch.is_import:
+        imported = patch.replacement.name
+        alias = f" as {name}" if name != imported else ""
+        lines = [f"{indent}from {patch.replacement.module} import {imported}{alias}"]
+    else:
+        lines = [f"{indent}{name} = {draft.externals[patch.replacement]}"]
+    if not original:
+        draft.put_above(place, box)
+        draft.replace(node, lines)
+        return
+    draft.put_above(place, [f"# The original, used by the patched {name} below."])
+    draft.rename(node, original)
+    draft.edits += renaming(draft.text, {name: original}, within=node)
+    draft.put_behind(place, ["", "", *(f"{indent}{line}" for line in box), *lines])
+
+
+def _replacement(patch: Patch, name: str, original: str, indent: str, draft: Draft) -> list[str]:
+    """Return the lines of a replacement, which may use the original under another name."""
+    assert patch.source is not None
+    own_name, names = patch.source.name, dict(patch.name_map)
+    of_original = {old: original for old, new in (*patch.name_map, (name, name)) if original and new == name}
+    if own_name != name or not original:
+        names |= of_original | ({own_name: name} if own_name != name else {})
+        return draft.code(patch, indent, names, name)
+
+    def rename_bases(text: Text, node: Any) -> list[Edit]:
+        used = [part for base in node.bases for part in ast.walk(base) if isinstance(part, ast.Name)]
+        return [Edit(*text.span(part), of_original[part.id]) for part in used if part.id in of_original]
+
+    # The name is that of the new class, except in its own bases, which are evaluated before it is bound.
+    names = {old: new for old, new in names.items() if old not in of_original}
+    return draft.code(patch, indent, names, "", rename_bases)
+
+
+def _name_of_original(patch: Patch, name: str, is_class: bool, draft: Draft) -> str:
+    """Return the name under which the original is kept because the replacement uses it, "" if it doesn't."""
+    assert patch.source is not None
+    node: Any = patch.source.tree()
+    bases = [*node.bases, *(keyword.value for keyword in node.keywords)] if is_class else []
+    used = free_names("\n".join(map(ast.unparse, bases)) if is_class else dedented(patch.source.text))
+    renamed = {dict(patch.name_map).get(word, word) for word in used}
+    if name not in renamed or (not is_class and patch.source.name == name):
+        return ""
+    original = f"Original{name}" if is_class else f"original_{name}"
+    if original in draft.bound:
+        raise patch.error(
+            f"builds on what it replaces, and {draft.source.name} already has a "
+            f"{original!r}, the name that the original would get. Write the original's code into the replacement."
+        )
+    return original
+
+
+# --- classes with patched methods -----------------------------------------------------------------------------------
+
+
+class ClassEdit:
+    """The edits of a class whose methods are patched."""
+
+    def __init__(self, place: Place, draft: Draft) -> None:
+        assert isinstance(place.node, ast.ClassDef)
+        self.place, self.node, self.draft = place, place.node, draft
+        self.name, self.members = place.name, definitions(self.node.body, self.node)
+        #: whether the body is on the line of the `class` statement
+        self.in_line = draft.text.is_in_line(self.node)
+        indent = draft.text.indent(start_line(self.node.body[0]))
+        self.indent = draft.indent(self.node) + "    " if self.in_line else indent
+        self.added: list[list[str]] = []
+        #: index among the members, name and patch of each patched method
+        self.patched: list[tuple[int, str, Patch]] = []
+
+    def apply(self, patches: Sequence[Patch]) -> None:
+        """Patch the methods, and list them in a comment above the class."""
+        for patch in patches:
+            is_init = patch.kind is PatchKind.MODIFY_INIT
+            name = "__init__" if is_init else patch.target.partition(".")[2]
+            # All definitions of the name, as in the branches of an `if`, without accessors and overloads.
+            named = [member for member in self.members if member.name == name]
+            methods = [method for method in named if not is_accessor(method.node) and not is_overload(method.node)]
+            (self._wrap_init if is_init else self._override)(patch, name, methods)
+            index = self.members.index(methods[0]) if methods else len(self.members)
+            self.patched.append((index, name, patch))
+        if self.added:
+            self._add()
+        self.patched.sort(key=lambda entry: entry[0])
+        self.draft.patches += [patch for _, _, patch in self.patched]
+        title = f"Methods patched: {', '.join(name for _, name, _ in self.patched)}"
+        described = [(name, " ".join(patch.description.split())) for _, name, patch in self.patched]
+        notes = [f"  {name}: {description}" for name, description in described if description]
+        self.draft.put_above(self.place, marker(f"[MODIFIED CLASS] {self.name}", title, *notes))
+
+    def _override(self, patch: Patch, name: str, methods: Sequence[Place]) -> None:
+        """Replace or add a method."""
+        where = f"{self.name!r} in {self.draft.source.name}"
+        if any(isinstance(method.node, ast.ClassDef) for method in methods):
+            raise patch.error(f"names a nested class. Use replace_class({self.name!r}) for all that is around.")
+        if methods and patch.new:
+            raise patch.error(f"says new=True, and {where} has a method {name!r}. Leave new out to replace it.")
+        if not methods and patch.new is None:
+            similar = {member.name for member in self.members if looks_misspelt(name, member.name)}
+            if similar:
+                raise patch.error(
+                    f"names no method of {where}, and one of nearly that name. {nearest(name, similar)} "
+                    f"If {name!r} is to be a new method, write override_method(..., new=True)."
+                )
+        itself = f"{self.name}.{name}"
+        for part in ast.walk(patch.source.tree()) if patch.source is not None else ():
+            if isinstance(part, ast.Attribute) and part.attr == name and ast.unparse(part) == itself:
+                raise patch.error(
+                    f"calls {itself}, which it replaces: it would call itself for ever. Write the "
+                    "original's code into the patch, or use replace_class with a class that inherits from it."
+                )
+        for method in methods:  # the last one stays bound, and which one is the last depends on the branches
+            self.draft.put_above(method, ())
+            self.draft.replace(method.node, self._method(patch, name, method.node))
+        if not methods:
+            self.added.append(self._method(patch, name))
+
+    def _method(self, patch: Patch, name: str, original: Any = None) -> list[str]:
+        """Return the lines of a patched method, with the decorators of the original if they are kept."""
+        indent = self.indent if original is None else self.draft.indent(original)
+        origin = [f"{indent}{line}" for line in comments(*self.draft.origin(patch))]
+        if isinstance(patch.replacement, External):
+            return [*origin, f"{indent}{name} = {self.draft.externals[patch.replacement]}"]
+        lines = self.draft.code(patch, indent, name=name)
+        if original is not None and patch.keep_decorators and original.decorator_list:
+            lines = _with_decorators(lines, indent, original, self.draft.text)
+        return [*origin, *lines]
+
+    def _wrap_init(self, patch: Patch, name: str, methods: Sequence[Place]) -> None:
+        """Keep the original `__init__` under another name, which the patched one calls, for `modify_init`.
+
+        It is called as `Class._original_init(self, ...)`, not through `self`: a subclass whose `__init__` is modified
+        as well has an `_original_init` of its own.
+        """
+        assert patch.source is not None
+        draft, node = self.draft, patch.source.tree()
+        assert not isinstance(node, ast.ClassDef)
+        parameters = [argument.arg for argument in node.args.args]
+        if len(parameters) < 2:
+            raise patch.error(
+                "needs a function of (original_init, self, ...), and "
+                f"{node.name!r} takes {len(parameters)} positional argument(s). Add original_init in front."
+            )
+        init = parameters[0]
+        if any(init in bound_by(statement) for statement in node.body):
+            raise patch.error(
+                f"binds {init!r} anew, which calls the original __init__. Give the other variable another name."
+            )
+        if not methods:
+            raise patch.error(
+                f"wraps an __init__ that {self.name!r} inherits. Use override_method('{self.name}.__init__') with a "
+                "super().__init__() in it."
+            )
+        if any(member.name == ORIGINAL_INIT for member in self.members):
+            raise patch.error(
+                f"would keep the original as {ORIGINAL_INIT!r}, and {self.name!r} has a method of that "
+                "name. Use override_method for its __init__."
+            )
+
+        def edit(text: Text, function: Any) -> Iterator[Edit]:
+            first, second = function.args.args[:2]
+            yield Edit(text.span(first)[0], text.span(second)[0], "")
+            try:
+                yield from renaming(text, {init: f"{self.name}.{ORIGINAL_INIT}"}, function)
+            except CodegenError as error:
+                raise patch.error(f"can't call the original __init__: {error}") from None
+
+        undecorated = [method for method in methods if not getattr(method.node, "decorator_list", ())]
+        for method in undecorated or methods:
+            indent, start = draft.indent(method.node), draft.text.start_of(start_line(method.node))
+            note = f"{indent}# The __init__ of the original, called by the patched one below.{draft.source.newline}"
+            draft.insert(start, note)
+            draft.rename(method.node, ORIGINAL_INIT)
+            origin = [f"{indent}{line}" for line in comments(*draft.origin(patch))]
+            draft.put_behind(method, ["", *origin, *draft.code(patch, indent, None, name, edit)])
+
+    def _add(self) -> None:
+        """Insert methods after the other members; an empty body, `...` or `pass`, is removed."""
+        draft, text, body = self.draft, self.draft.text, self.node.body
+        newline, kept, above_first = draft.source.newline, [node for node in body if not _is_empty(node)], list[str]()
+        if self.in_line:
+            start, end = text.text.rindex(":", 0, text.span(body[0])[0]) + 1, text.span(body[-1])[1]
+            code = text.text[text.span(kept[0])[0] : text.span(kept[-1])[1]] if kept else ""
+            draft.edits.append(Edit(start, end, f"{newline}{self.indent}{code}" if kept else ""))
+            last = body[-1].end_lineno or 0
+        else:
+            for place in (Place(node, body, self.node) for node in body if node not in kept and text.is_alone(node)):
+                lines = place.comments(text)
+                behind = text.text[text.span(place.node)[1] : text.end_of(place.node.lineno)].strip()
+                notes = [*(text.lines[number - 1].strip() for number in lines), behind]
+                above_first += [f"{self.indent}{note}" for note in notes if note]
+                first = next(iter(lines), place.node.lineno)
+                draft.edits.append(Edit(text.end_of(first - 1), text.end_of(place.node.lineno), ""))
+            head = Place(body[0], body, self.node).comments(text).start - 1
+            last = text.last_line(kept[-1]) if kept else head
+        lines_added = list[str]()
+        for index, method in enumerate(self.added):
+            lines_added += ([""] if kept or index else []) + ([] if index else above_first) + method
+        draft.insert_lines_after(last, lines_added)
+
+
+def _is_empty(node: ast.stmt) -> bool:
+    """Whether a statement is `pass` or `...`."""
+    return isinstance(node, ast.Pass) or (
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and node.value.value is ...
+    )
+
+
+def _with_decorators(lines: list[str], indent: str, original: Any, text: Text) -> list[str]:
+    """Return a method with the decorators of the original in front of its own, each once."""
+    code, node = definition_of("\n".join(lines), indent)
+    kept, edits = {ast.unparse(decorator) for decorator in original.decorator_list}, list[Edit]()
+    start = first = start_line(node)
+    for decorator in node.decorator_list:
+        if ast.unparse(decorator) in kept:
+            edits.append(Edit(code.start_of(first), code.start_of(decorator.end_lineno + 1), ""))
+        first = decorator.end_lineno + 1
+    has_own = len(edits) < len(node.decorator_list)
+    # Comments between the original's decorators and its `def` stay if nothing is inserted between them.
+    last = original.decorator_list[-1].end_lineno if has_own else original.lineno - 1
+    decorators = [line.rstrip("\r\n") for line in text.lines[start_line(original) - 1 : last]]
+    position = code.start_of(start)
+    edits.append(Edit(position, position, "".join(f"{line}\n" for line in decorators)))
+    return edited(code, edits, indent).split("\n")
