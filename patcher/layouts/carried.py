@@ -18,7 +18,7 @@ from patcher.compat.models import named_modules
 from patcher.errors import PatchedWeightsError
 from patcher.layouts.conversion import Converted
 from patcher.layouts.layouts import Layout, by_itself
-from patcher.layouts.sharded import one_piece
+from patcher.layouts.sharded import local_tensor
 from patcher.patterns import in_state_dict, inside
 
 #: On such a module: its `ModuleLayouts`.
@@ -240,7 +240,7 @@ def carriers(model: nn.Module) -> list[Carrier]:
     ]
 
 
-def fused_weights(module: nn.Module) -> ModuleLayouts | None:
+def fused_layouts(module: nn.Module) -> ModuleLayouts | None:
     """What a fused module carries, None if it isn't fused."""
     found = carried_by(module)
     return found if found is not None and found.layouts else None
@@ -280,7 +280,7 @@ def _cannot(name: str, reason: str) -> PatchedWeightsError:
 
 def is_quantized(tensor: torch.Tensor) -> bool:
     """Whether a quantizer has made the tensor: by its type, or since its numbers are of one byte."""
-    tensor = one_piece(tensor)
+    tensor = local_tensor(tensor)
     return type(tensor) not in (torch.Tensor, nn.Parameter) or (
         tensor.dtype.itemsize == 1 and tensor.dtype is not torch.bool
     )

@@ -52,7 +52,7 @@ _MOVEMENTS = (Chunk, Concatenate, MergeModulelist, SplitModulelist, Transpose)
 _OF_ONE = (Conv3dToLinear, Interleave, LinearToConv3d, Transpose)
 
 
-def made_by_name(converter: WeightConverter, first: str) -> list[str]:
+def target_names(converter: WeightConverter, first: str) -> list[str]:
     """The parameters that a converter makes, by its patterns alone, from the first of them."""
     target, *targets = converter.target_patterns
     return [first, *(first.replace(target, other) for other in targets)]

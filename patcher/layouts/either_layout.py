@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from patcher.compat.models import add_load_hook, remove_state_dict_hooks
 from patcher.layouts.carried import CARRIED, ModuleLayouts, is_quantized
 from patcher.layouts.layouts import Layout, by_itself, named_parameter
-from patcher.layouts.sharded import split_like, whole
+from patcher.layouts.sharded import distribute_like, whole
 
 
 def carry(module: nn.Module, carried: ModuleLayouts | None) -> None:
@@ -187,4 +187,4 @@ def _fused(
     made = {name: tensor for name, tensor in zip(layout.fused, fused, strict=True) if name in current}
     if assign:  # nothing else may lie in the storage of a parameter
         made = {name: by_itself(tensor) for name, tensor in made.items()}
-    return {name: split_like(tensor, current[name]) for name, tensor in made.items()}
+    return {name: distribute_like(tensor, current[name]) for name, tensor in made.items()}

@@ -76,7 +76,7 @@ class Whole(ReadOnly, torch.Tensor):
         return len(tensors) == 2 and len({each.untyped_storage().data_ptr() for each in tensors}) == 1
 
 
-def keep_pieces(model: nn.Module) -> None:
+def reshard_modules(model: nn.Module) -> None:
     """Have modules hold pieces that `fully_shard` has split: the last forward may have left them whole."""
     for _, module in named_modules(model):
         if isinstance(module, FSDPModule):
@@ -88,7 +88,7 @@ def whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def split_like(value: torch.Tensor, other: Any) -> torch.Tensor:
+def distribute_like(value: torch.Tensor, other: Any) -> torch.Tensor:
     """A whole tensor, split as another one of its shape is; the values are those of the first process of each mesh."""
     if not isinstance(other, DTensor) or isinstance(value, DTensor):
         return value
@@ -96,19 +96,19 @@ def split_like(value: torch.Tensor, other: Any) -> torch.Tensor:
     return distribute_tensor(value.detach().to(device), other.device_mesh, other.placements)
 
 
-def one_piece(value: torch.Tensor) -> torch.Tensor:
+def local_tensor(value: torch.Tensor) -> torch.Tensor:
     """What this process has of a tensor, if it is split; a tensor as it is."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
 def on_meta(value: torch.Tensor) -> torch.Tensor:
     """A tensor on the meta device, whole if it is split; one of a type that a quantizer has made as it is."""
-    if type(one_piece(value)) not in (torch.Tensor, nn.Parameter):
+    if type(local_tensor(value)) not in (torch.Tensor, nn.Parameter):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
-def gathered_on_first(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def gather_on_rank_zero(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict with whole tensors in the memory of the CPU in the first process, and nothing in the others.
 
     What shares its memory does so afterwards.

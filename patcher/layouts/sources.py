@@ -43,7 +43,7 @@ class JoinedRows:
         sizes = [shape_of(part)[0] for part in parts]
         self._rows, self._tail = sum(sizes), shape_of(parts[0])[1:]
         self._pieces = [
-            RowsOf(part, block * (size // blocks), size // blocks)
+            RowSlice(part, block * (size // blocks), size // blocks)
             for block in range(blocks)
             for part, size in zip(parts, sizes, strict=True)
         ]
@@ -74,7 +74,7 @@ class JoinedRows:
         return joined(found) if found else self._pieces[0][(slice(0, 0), *rest)]
 
 
-class RowsOf:
+class RowSlice:
     """Some rows of a tensor, one behind the other."""
 
     def __init__(self, whole: Any, start: int, rows: int) -> None:
@@ -169,7 +169,7 @@ def in_blocks(layout: Rows, source: Any) -> Any:
 def _one_by_one(source: Any, sizes: Sequence[int]) -> list[Any]:
     """The source of parts whose rows lie one behind the other."""
     starts = itertools.accumulate(sizes, initial=0)
-    return [RowsOf(source, start, rows) for start, rows in zip(starts, sizes, strict=False)]
+    return [RowSlice(source, start, rows) for start, rows in zip(starts, sizes, strict=False)]
 
 
 def fused_sources(layout: Layout, sources: Sequence[Any]) -> list[Any]:

@@ -74,12 +74,12 @@ class Added:
     Attributes:
         modules: the paths of the modules below which its names are matched, of one that a class brings; None for whole
             names.
-        is_anchored: whether it names the modules that it is for itself: that of a fusion.
+        names_modules: whether it names the modules that it is for itself: that of a fusion.
     """
 
     transform: WeightTransform
     modules: frozenset[str] | None = None
-    is_anchored: bool = False
+    names_modules: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +111,7 @@ def select_conversions(
         paths.setdefault(cls, []).append(path)
     added = [Added(transform) for patcher in patchers for transform in patcher.extra_weight_conversions]
     added += [Added(transform, frozenset(found)) for cls, found in paths.items() for transform in conversions_of(cls)]
-    added += [Added(transform, is_anchored=True) for transform in fusion_transforms]
+    added += [Added(transform, names_modules=True) for transform in fusion_transforms]
     filters = [text for patcher in patchers for text in patcher.filtered_weight_conversion_patterns]
     kept: list[WeightTransform] = []
     dropped: list[tuple[WeightTransform, str]] = []

@@ -43,20 +43,20 @@ from patcher.errors import InvalidPatcherError
 from patcher.functions.models import restore_functions
 from patcher.layouts.either_layout import carry
 from patcher.layouts.transforms import converts
-from patcher.loading.findings import Diagnostics, found_in_modules
+from patcher.loading.findings import Diagnostics, outcome_of_modules
 from patcher.loading.initial_values import InitialValues
 from patcher.loading.judgement import judge
 from patcher.loading.load import Constructed, Loaded, Request, check_supported, construct, seen, select
 from patcher.loading.read import stock_routing
-from patcher.loading.record import RECORD, PatchRecord, keep_record, record_of
+from patcher.loading.record import RECORD, PatchRecord, record_of, store_record
 from patcher.loading.routes import Conversions, route
 from patcher.loading.saving import saved_state_dict
 from patcher.loading.state_dicts import original_state_dict
 from patcher.loading.stock_view import carriers_in, carry_routes
-from patcher.loading.transplanting import Weights, keep_what_is_held, transplant
-from patcher.loading.unfusing import take_hooks, unfuse
+from patcher.loading.transplanting import Weights, move_attributes, transplant
+from patcher.loading.unfusing import copy_hooks, unfuse
 from patcher.patterns import compress, inside
-from patcher.resolution.resolution import fuse_standing_modules, replace_functions, resolve_standing
+from patcher.resolution.resolution import fuse_constructed_modules, replace_functions, resolve_constructed
 from patcher.spec.fingerprints import check_built, check_pins
 from patcher.spec.patcher import Patcher
 
@@ -69,12 +69,12 @@ _OF_A_LOAD = ("read", "routes", "dropped", "new_weights", "dropped_weights")
 def applied(patcher: Patcher, *, origin: str = "applied()") -> Iterator[Patcher]:
     """See `Patcher.applied`."""
     block = Block((InForce(patcher, origin),))
-    block.outcome = found_in_modules(Construction(ClassRules(block.entries)))  # as long as nothing is built
+    block.outcome = outcome_of_modules(Construction(ClassRules(block.entries)))  # as long as nothing is built
     check_pins(patcher)
     with in_force(block, ClassRules((*block.entries, *entered())), models=True):
         yield patcher
     # Over the whole block: a patcher may be meant for one of several models that are built in it.
-    Diagnostics().adding_unused(block.entries, block.outcome).warn()
+    Diagnostics().with_unused(block.entries, block.outcome).warn()
 
 
 def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
@@ -102,7 +102,7 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
         own = state_tensors(model)
         values = original_state_dict(model)
         made = {name: value for name, value in values.items() if name in made_of or name not in own}
-        keep_what_is_held(model, base, stock)
+        move_attributes(model, base, stock)
         model = transplant(model, stock, Weights(model, made, made_of))
     if record is not None and record.dropped:  # what a save reverses
         conversions = stock_conversions_from_scratch(model)
@@ -129,7 +129,7 @@ def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
         construction.outcome |= Outcome(frozenset((entry, *each) for each in named))
     construction.root = model
     replace_functions(construction, model)
-    resolution = construction.resolution = resolve_standing((entry,), model, functions=construction.functions)
+    resolution = construction.resolution = resolve_constructed((entry,), model, functions=construction.functions)
     if resolution.fusion_plan.rebuilt:
         path = min(resolution.fusion_plan.rebuilt)
         raise InvalidPatcherError(
@@ -137,14 +137,14 @@ def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
             "that a model in memory doesn't have. Give it a from_module, or load the model again with patcher=..."
         )
     before = {path: model.get_submodule(path) for path in resolution.fused}
-    fuse_standing_modules(construction, model)
+    fuse_constructed_modules(construction, model)
     for path, module in before.items():
         if (new := model.get_submodule(path)) is not module:
-            take_hooks(new, module)
+            copy_hooks(new, module)
     outcome, record, _, models = seen(construction, model)
-    Diagnostics().adding_unused((entry,), outcome, type(model).__name__).warn()
+    Diagnostics().with_unused((entry,), outcome, type(model).__name__).warn()
     if patcher != Patcher():
-        keep_record(models, replace(record, **known))
+        store_record(models, replace(record, **known))
     return model
 
 
@@ -156,7 +156,7 @@ def _replaced(patcher: Patcher, model: PreTrainedModel) -> tuple[PreTrainedModel
     entry = InForce(patcher.replace(fusions=(), function_mapping={}, transformers="", fingerprints={}), "patcher=")
     check_supported((entry,), None, {})
     base, load = _constructed(model).model, _constructed(model, (entry,), own=(entry,))
-    keep_what_is_held(model, base, load.model)
+    move_attributes(model, base, load.model)
     _check_not_added(load, model, base)
     set_used_conversions(model, (), None)  # a key_mapping of its load would give the weights other names
     selected, mapping = select(load, stock_conversions(load.model), None)
@@ -168,7 +168,7 @@ def _replaced(patcher: Patcher, model: PreTrainedModel) -> tuple[PreTrainedModel
     of_stock = partial(stock_routing, selected, checkpoint)
     loaded = judge(selected, routing, checkpoint, routing, of_stock)
     loaded.diagnostics.warn()
-    InitialValues(loaded).put_back(LoadStateDictConfig(device_map={"": model.device}, dtype=model.dtype))
+    InitialValues(loaded).restore(LoadStateDictConfig(device_map={"": model.device}, dtype=model.dtype))
     record = loaded.record
     made_of = {name: each.stock for each in record.routes for name in each.parameters}
     model = transplant(model, loaded.model, Weights(model, _made(loaded, checkpoint, model), made_of))

@@ -25,13 +25,13 @@ from patcher.patterns import inside
 Revert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
-def reverted_from_scratch(model: PreTrainedModel) -> Revert:
+def default_revert(model: PreTrainedModel) -> Revert:
     """What gives the checkpoint that stacks are saved as by a model that was not loaded."""
     view: Any = ModelView(model, get_parameter={}.__getitem__)
     return functools.partial(stock_revert, view, conversions=stock_conversions_from_scratch(model))
 
 
-def by_layer(keys: Iterable[str]) -> dict[str, dict[str, str]]:
+def group_by_layer(keys: Iterable[str]) -> dict[str, dict[str, str]]:
     """Path of a module -> name of what it has itself -> the key; `x.weight.absmax` is of the layer x too."""
     found: dict[str, dict[str, str]] = {}
     for key in keys:
@@ -40,7 +40,7 @@ def by_layer(keys: Iterable[str]) -> dict[str, dict[str, str]]:
     return found
 
 
-def named_as_in_checkpoint(
+def expert_checkpoint_names(
     carrier: Carrier, state_dict: Mapping[str, torch.Tensor], revert: Revert
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Key of a state dict -> the key of a checkpoint, of what belongs to the experts of a module.
@@ -50,7 +50,7 @@ def named_as_in_checkpoint(
     """
     quantized: dict[str, str] = {}
     plain: dict[str, str] = {}
-    held = by_layer(key for key in state_dict if key.startswith(carrier.prefix))
+    held = group_by_layer(key for key in state_dict if key.startswith(carrier.prefix))
     for layout, layers in _weights_of(carrier):
         own = {name: held.get(layer, {}) for name, layer in layers.items()}
         is_plain = all(
@@ -58,7 +58,7 @@ def named_as_in_checkpoint(
             for found in own.values()
             for kind, key in found.items()
         )
-        for name, known in keys_of_experts(carrier.prefix, layout, revert).items():
+        for name, known in expert_keys(carrier.prefix, layout, revert).items():
             for kind, key in own[name].items():
                 if not (is_plain and kind == "bias"):
                     (plain if is_plain else quantized)[key] = known.removesuffix("weight") + kind
@@ -77,13 +77,13 @@ def quantized_experts(
         own: the names of what the model holds.
     """
     found: dict[str, tuple[str, Layout]] = {}
-    held, given = by_layer(own), by_layer(checkpoint)
+    held, given = group_by_layer(own), group_by_layer(checkpoint)
     for each in fused:
         for layout, layers in _weights_of(each):
             here = {name: held.get(layer, {}) for name, layer in layers.items()}
             if all("weight" in kinds for kinds in here.values() if kinds):  # none are experts of other processes
                 continue
-            for name, known in keys_of_experts(each.prefix, layout, reverted_from_scratch(model)).items():
+            for name, known in expert_keys(each.prefix, layout, default_revert(model)).items():
                 for kind, key in given.get(known.removesuffix(".weight"), {}).items():
                     if kind in here[name]:
                         found[key] = f"{layers[name]}.{kind}", layout
@@ -97,7 +97,7 @@ def _weights_of(carrier: Carrier) -> Iterator[tuple[Matrices, dict[str, str]]]:
             yield layout, {name: carrier.prefix + name.removesuffix(".weight") for name in layout.fused}
 
 
-def keys_of_experts(prefix: str, layout: Matrices, revert: Revert) -> dict[str, str]:
+def expert_keys(prefix: str, layout: Matrices, revert: Revert) -> dict[str, str]:
     """Parameter of one expert -> the key that it is saved under, {} where not each has a key of its own.
 
     Found by saving a stack of small matrices, whose numbers say whose they are: each has to come out as it went in.

@@ -64,7 +64,7 @@ class Diagnostics:
             return self  # which weights don't fit follows from what had no effect
         return replace(self, errors=(*self.errors, error))
 
-    def adding_unused(self, entries: Iterable[InForce], outcome: Outcome, model_name: str = "") -> Diagnostics:
+    def with_unused(self, entries: Iterable[InForce], outcome: Outcome, model_name: str = "") -> Diagnostics:
         """With one error for each of these patchers that names all of it that has had no effect."""
         result = self
         for entry in entries:
@@ -88,7 +88,7 @@ class Diagnostics:
 # --- modules -------------------------------------------------------------------------------------------------------
 
 
-def found_in_modules(
+def outcome_of_modules(
     construction: Construction, model: PreTrainedModel | None = None, modules: Iterable[tuple[str, nn.Module]] = ()
 ) -> Outcome:
     """What of the patchers in force has had an effect on a model that is constructed, and why the rest hasn't.
@@ -197,7 +197,7 @@ def _not_called(key: str, functions: Functions) -> str:
 # --- weights -------------------------------------------------------------------------------------------------------
 
 
-def found_by_reading(
+def outcome_of_weights(
     selected: Selected, routing: Routing, checkpoint: Mapping[str, Any], unexpected: Iterable[str]
 ) -> Outcome:
     """What filters, conversions and dropped weights had an effect on the checkpoint, and why the rest hadn't."""

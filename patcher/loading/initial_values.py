@@ -41,7 +41,7 @@ from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.carried import fused_modules
 from patcher.layouts.layouts import Layout
-from patcher.layouts.sharded import one_piece, split_like
+from patcher.layouts.sharded import distribute_like, local_tensor
 from patcher.patterns import inside
 from patcher.resolution.resolution import skeleton
 
@@ -100,7 +100,7 @@ class InitialValues:
                 elif key in absent:
                     self.new[key] = path, built
 
-    def put_back(self, load_config: Any) -> None:
+    def restore(self, load_config: Any) -> None:
         """After transformers has filled in what it takes for missing.
 
         Raises:
@@ -173,7 +173,7 @@ class InitialValues:
         """
         expected = self.model.get_parameter(key)
         value = dict(named_parameters(module, path)).get(key)
-        if type(one_piece(expected)) not in (nn.Parameter, torch.Tensor, type(value)):
+        if type(local_tensor(expected)) not in (nn.Parameter, torch.Tensor, type(value)):
             return None
         if value is None or value.shape != expected.shape:
             raise PatchConstructionError(
@@ -186,7 +186,7 @@ class InitialValues:
         return value
 
     def _put(self, key: str, value: nn.Parameter) -> None:
-        value = like(value, split_like(value.data.to(self._device(key)), self.model.get_parameter(key)))
+        value = like(value, distribute_like(value.data.to(self._device(key)), self.model.get_parameter(key)))
         _set(self.model, key, value)
         self._offload(key, value.data)
 
@@ -251,7 +251,7 @@ def _initial_values(model: PreTrainedModel, wanted: set[str], dtype: torch.dtype
 
 
 @contextmanager
-def keeping_computed(replacements: Iterable[nn.Module]) -> Iterator[None]:
+def preserve_computed_buffers(replacements: Iterable[nn.Module]) -> Iterator[None]:
     """Keep transformers' initialisation away from the buffers that replacements have computed."""
     buffers = [buffer for module in replacements for _, buffer in _buffers("", module)]
     fresh = [buffer for buffer in buffers if not is_initialized(buffer)]

@@ -13,7 +13,7 @@ from patcher.errors import PatchedWeightsError
 from patcher.expressions import search
 from patcher.layouts.carried import fused_modules
 from patcher.layouts.transforms import converts, is_concatenation
-from patcher.loading.findings import folded, found_by_reading, ordered
+from patcher.loading.findings import folded, ordered, outcome_of_weights
 from patcher.loading.load import Loaded, Selected
 from patcher.loading.routes import Routing
 from patcher.loading.unfit import unfit_error
@@ -46,17 +46,17 @@ def judge(
     if routing.failure is not None:
         diagnostics = replace(diagnostics, errors=(*diagnostics.errors, routing.failure))
     else:
-        outcome = found_by_reading(selected, routing, checkpoint, info.unexpected_keys)
+        outcome = outcome_of_weights(selected, routing, checkpoint, info.unexpected_keys)
         if selected.dry_run is None:
             tell_blocks(outcome)
         for entry in selected.own:
             # What the model doesn't have was reported when it was built, where that is an error.
             found = outcome if entry.patcher.strict else selected.outcome | outcome
-            diagnostics = diagnostics.adding_unused([entry], found, selected.model_class.__name__)
+            diagnostics = diagnostics.with_unused([entry], found, selected.model_class.__name__)
         weights = _Weights(selected, routing, checkpoint, info)
         added = selected.conversions.added
         if added and (routing.absent or any(is_concatenation(each.transform) for each in added)):
-            diagnostics = diagnostics.adding(weights.joined_wrong(stock_routing()), strict=True)
+            diagnostics = diagnostics.adding(weights.joining_error(stock_routing()), strict=True)
         diagnostics = diagnostics.adding(weights.error(stock_routing), strict=selected.strict)
         done |= {"new_weights": weights.new, "dropped_weights": weights.dropped}
     values = vars(selected) | {"record": replace(selected.record, **done), "diagnostics": diagnostics}
@@ -108,7 +108,7 @@ class _Weights:
         expressions = [text for patcher in self.patchers for text in getattr(patcher, name)]
         return [key for key in keys if any(search(text, key) for text in expressions)]
 
-    def joined_wrong(self, stock: Routing) -> PatchedWeightsError | None:
+    def joining_error(self, stock: Routing) -> PatchedWeightsError | None:
         """The error for what conversions of patchers join of parts that are missing, or that don't fit one by one.
 
         Args:

@@ -74,7 +74,7 @@ def _named(names: list[str], weights: str | Path, where: Any) -> list[str]:
     )
 
 
-def check_place(variant: str | None, *, is_pushed: bool, in_layout: bool) -> None:
+def check_save_options(variant: str | None, *, is_pushed: bool, in_layout: bool) -> None:
     """Raise for a variant that a save can't be, and for a repo where a runtime layout may lie beside other weights."""
     if in_layout and variant is not None:
         raise InvalidPatcherError(
@@ -95,7 +95,7 @@ def check_place(variant: str | None, *, is_pushed: bool, in_layout: bool) -> Non
         )
 
 
-def remove_others(folder: str | os.PathLike[str], *, in_layout: bool) -> None:
+def remove_stale_weights(folder: str | os.PathLike[str], *, in_layout: bool) -> None:
     """Remove what earlier saves have left of the weights in a folder, where one has just written others.
 
     Shards of earlier saves in the same format transformers itself has removed.

@@ -34,12 +34,12 @@ from patcher.construction.meta_init import NoValues
 from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherError
 from patcher.functions.models import NO_FUNCTIONS, Functions, full_name
 from patcher.layouts.transforms import SelectedConversions, converts, select_conversions
-from patcher.loading.findings import Diagnostics, found_in_modules
+from patcher.loading.findings import Diagnostics, outcome_of_modules
 from patcher.loading.initial_values import frozen_parameters
-from patcher.loading.record import RECORD, PatchedModule, PatchRecord, keep_record, record_of
+from patcher.loading.record import RECORD, PatchedModule, PatchRecord, record_of, store_record
 from patcher.loading.routes import Routing
 from patcher.loading.stock_view import carry_routes
-from patcher.resolution.resolution import NO_CHANGE, Resolution, fuse_standing_modules
+from patcher.resolution.resolution import NO_CHANGE, Resolution, fuse_constructed_modules
 from patcher.spec.fingerprints import check_pins
 
 
@@ -123,7 +123,7 @@ def check_supported(entries: tuple[InForce, ...], path: Any, options: Mapping[st
             "made and reads weights in a way of its own: no patcher follows that. Load the model before the ZeRO-3 "
             "config is made (HfDeepSpeedConfig, or TrainingArguments with deepspeed=), or use ZeRO stage 2."
         )
-    if not any(map(brings_conversions, entries)):
+    if not any(map(has_conversions, entries)):
         return
     beside = [name for name in ("device_mesh",) if options.get(name)]
     if sizes(options.get("distributed_config")).stages > 1:
@@ -137,7 +137,7 @@ def check_supported(entries: tuple[InForce, ...], path: Any, options: Mapping[st
         )
 
 
-def brings_conversions(entry: InForce) -> bool:
+def has_conversions(entry: InForce) -> bool:
     """Whether a patcher in force changes how weights are read."""
     return bool(entry.patcher.fusions) or converts(entry.patcher)
 
@@ -173,13 +173,13 @@ def construct(load: Request, done: Callable[[Constructed], object]) -> Iterator[
     construction = Construction(rules)
     with building(construction), NoValues():
         yield
-    model = check_stands(construction, load.model_class)
+    model = check_constructed(construction, load.model_class)
     if construction.resolution is None and any(entry.patcher.fusions for entry in load.in_force):
         raise not_called("patch_output_recorders")
     outcome, record, outermost, models = seen(construction, model)
     strict = [entry for entry in load.own if entry.patcher.strict]  # the others give one warning at the end
     diagnostics = Diagnostics(goes_on=load.dry_run is not None)
-    diagnostics = diagnostics.adding_unused(strict, outcome, load.model_class.__name__)
+    diagnostics = diagnostics.with_unused(strict, outcome, load.model_class.__name__)
     done(
         Constructed(
             **vars(load),
@@ -196,7 +196,7 @@ def construct(load: Request, done: Callable[[Constructed], object]) -> Iterator[
     )
 
 
-def check_stands(construction: Construction, model_class: type[PreTrainedModel]) -> PreTrainedModel:
+def check_constructed(construction: Construction, model_class: type[PreTrainedModel]) -> PreTrainedModel:
     """The model that was built, if it has gone through all that a model is patched at."""
     model = construction.root
     if model is None:
@@ -212,7 +212,7 @@ def check_stands(construction: Construction, model_class: type[PreTrainedModel])
     return model
 
 
-def never_constructed(load: Request) -> PatcherError:
+def not_constructed_error(load: Request) -> PatcherError:
     """The error for a load that has returned without a model of ours."""
     owner = next(cls for cls in load.model_class.__mro__ if "get_init_context" in vars(cls))
     if owner is PreTrainedModel:
@@ -248,7 +248,7 @@ def seen(
         if (original := original_class(module)) is not None
     ]
     functions: Functions = construction.functions or NO_FUNCTIONS
-    outcome = found_in_modules(construction, model, modules)
+    outcome = outcome_of_modules(construction, model, modules)
     tell_blocks(outcome)
     # Backwards, so that of a module with several paths the first one comes last.
     models = [(path, module) for path, module in reversed(modules) if isinstance(module, PreTrainedModel)]
@@ -327,9 +327,9 @@ _LEADS_ON: dict[type[Request], str] = {
 }
 
 
-def put_down(load: Constructed) -> None:
+def record_load(load: Constructed) -> None:
     """Put down on the model what was done, by which it is saved, and what is loaded into it later is judged."""
-    keep_record(load.models, load.record)
+    store_record(load.models, load.record)
     if isinstance(load, Loaded):
         carry_routes(load.model, load.record.routes, load.record.paths_of_replacements)
 
@@ -344,9 +344,9 @@ def finish(load: Constructed) -> None:
     if type(load) is not Finalized:
         if not distributed_checkpoint(load.path, load.options):
             raise not_called(_LEADS_ON[type(load)])
-        put_down(load)  # torch.distributed has read it
+        record_load(load)  # torch.distributed has read it
         lenient = [entry for entry in load.own if not entry.patcher.strict]
-        diagnostics = diagnostics.adding_unused(lenient, load.outcome, load.model_class.__name__)
+        diagnostics = diagnostics.with_unused(lenient, load.outcome, load.model_class.__name__)
     total = time.perf_counter() - load.started
     seconds = {"construction": load.seconds, "reading": total - load.seconds, "total": total}
     record = record_of(load.model) or load.record  # an adapter may have been loaded, too
@@ -356,6 +356,6 @@ def finish(load: Constructed) -> None:
 
 def finish_by_hand(construction: Construction, model: PreTrainedModel) -> None:
     """Fuse a model that was made without a checkpoint, `Model(config)` or `from_config`, and put that down."""
-    fuse_standing_modules(construction, model)
+    fuse_constructed_modules(construction, model)
     construction.outcome, record, _, models = seen(construction, model)
-    keep_record(models, record)
+    store_record(models, record)

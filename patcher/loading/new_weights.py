@@ -29,7 +29,7 @@ from patcher.compat.models import named_parameters, state_tensors, state_to_save
 from patcher.construction.in_force import FUSION_CONFIG, LAYOUT
 from patcher.errors import InvalidPatcherError, PatchedWeightsError, warn
 from patcher.expressions import search
-from patcher.layouts.sharded import on_meta, split_like, whole
+from patcher.layouts.sharded import distribute_like, on_meta, whole
 from patcher.loading.findings import ordered
 from patcher.loading.judgement import expressions_for
 from patcher.loading.load import Loaded, Request
@@ -78,7 +78,7 @@ def save_new_weights(model: PreTrainedModel, folder: str | os.PathLike[str]) -> 
     if distributed.is_initialized() and distributed.get_rank() != 0:
         return
     serialization.write(data, folder)
-    metadata = named_in_metadata({"format": "pt"}, names, names, model)
+    metadata = metadata_with_new_weights({"format": "pt"}, names, names, model)
     save_file(tensors, Path(folder, FILE_NAME), metadata=metadata)
     sort_metadata(Path(folder, FILE_NAME))
     Path(folder, "README.md").write_text(_card(model, patcher, names), encoding="utf-8")
@@ -139,7 +139,7 @@ def load_new_weights(model: PreTrainedModel, folder: str | os.PathLike[str]) -> 
         )
     with torch.no_grad():
         for name, tensor in tensors.items():
-            wanted[name].copy_(split_like(tensor.to(wanted[name].dtype), wanted[name]))
+            wanted[name].copy_(distribute_like(tensor.to(wanted[name].dtype), wanted[name]))
 
 
 #: What a patcher may have in other ways, and its new weights mean the same.
@@ -176,7 +176,7 @@ def new_weights(model: PreTrainedModel, plan: SavePlan | None = None) -> dict[st
     }
 
 
-def named_in_metadata(
+def metadata_with_new_weights(
     metadata: Mapping[str, str] | None, new: Iterable[str], tensors: Iterable[str], model: nn.Module
 ) -> dict[str, str]:
     """The metadata of a file that is about to be written, with the new weights that it has."""

@@ -75,7 +75,7 @@ def read(
         weights, conversions = {**weights, **named}, [conversion, *mapping]
     info, disk_index = read_weights(weights, replace(load_config, weight_mapping=conversions))
     set_used_conversions(selected.model, mapping, routing.used)
-    if loaded is None or not routing.is_true_of(info):
+    if loaded is None or not routing.agrees_with(info):
         loaded = judged(info)
     return replace(loaded, info=info, disk_index=disk_index), info, disk_index
 

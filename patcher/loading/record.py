@@ -132,7 +132,7 @@ def record_of(model: nn.Module) -> PatchRecord | None:
     return model.__dict__.get(RECORD)
 
 
-def keep_record(models: Iterable[tuple[str, PreTrainedModel]], record: PatchRecord) -> None:
+def store_record(models: Iterable[tuple[str, PreTrainedModel]], record: PatchRecord) -> None:
     """Put the record on the model, and on its sub-models what they need to be saved by themselves."""
     for path, model in models:
         part = _part(record, inside(path), stock_class(model)) if path else record

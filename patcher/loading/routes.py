@@ -28,13 +28,13 @@ from patcher.compat.models import ModelView, state_tensors
 from patcher.errors import PatchedWeightsError
 from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.carried import fused_modules, is_quantized as is_quantized_tensor
-from patcher.layouts.conversion import Converted, Group, convert, made_by_name, only_moves
+from patcher.layouts.conversion import Converted, Group, convert, only_moves, target_names
 from patcher.layouts.layouts import Layout, Rows, is_alone, lies_in_blocks
 from patcher.layouts.names import Named, Names
 from patcher.layouts.sources import Computation, Computed, dtype_of, fused_sources, in_blocks, shape_of
 from patcher.layouts.transforms import Added, describe, has_known_operations
-from patcher.loading.experts import by_layer, keys_of_experts, quantized_experts, reverted_from_scratch
-from patcher.loading.unfit import failure, inside_and_outside, unfit_error
+from patcher.loading.experts import default_revert, expert_keys, group_by_layer, quantized_experts
+from patcher.loading.unfit import failure, partial_match_error, unfit_error
 from patcher.patterns import compress, inside
 
 #: Types of one byte, as safetensors calls them.
@@ -108,7 +108,7 @@ class Routing:
         """The parameters that get nothing, or nothing of their shape."""
         return self.missing_keys | {name for name, *_ in self.mismatched_keys}
 
-    def is_true_of(self, info: Any) -> bool:
+    def agrees_with(self, info: Any) -> bool:
         """Whether a load has come to what was expected of it."""
         return (
             not info.conversion_errors
@@ -163,7 +163,7 @@ def route(
     return _Router(model, checkpoint, conversions, unknown, quantizer, dtype).run()
 
 
-def stock_tensors(own: Mapping[str, torch.Tensor], made: Iterable[Layout]) -> dict[str, torch.Tensor]:
+def stock_state(own: Mapping[str, torch.Tensor], made: Iterable[Layout]) -> dict[str, torch.Tensor]:
     """A state dict as transformers has it, with the shapes of what is made otherwise, on the meta device."""
     stock = dict(own)
     for layout in made:
@@ -235,7 +235,7 @@ class _Router:
         ]
         self.layouts = [layout.named(prefix.__add__) for prefix, layout in self.placed]
         self.tensors, self.wanted = self.stock or (
-            stock_tensors(self.own, self.layouts),
+            stock_state(self.own, self.layouts),
             {name for layout in self.layouts for name in layout.stock},
         )
         view = ModelView(self.model, get_parameter=self.tensors.__getitem__, state_dict=lambda: self.tensors)
@@ -252,7 +252,7 @@ class _Router:
     @cached_property
     def revert(self) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
         """Gives the checkpoint that stacks are saved as."""
-        return reverted_from_scratch(self.model)
+        return default_revert(self.model)
 
     def run(self) -> Routing:
         is_quantized = is_prequantized(self.quantizer)
@@ -287,7 +287,7 @@ class _Router:
             return named
         left_out: dict[str, frozenset[Added]] = {}
         for added in conversions.added:
-            if added.modules is not None or added.is_anchored:
+            if added.modules is not None or added.names_modules:
                 continue
             taken = {key: found for key, found in named.items() if added in found.by}
             outside = [key for key, found in taken.items() if not found.name.startswith(paths)]
@@ -306,7 +306,7 @@ class _Router:
                     misfits.append(f"{other.name}: found {shape_of(self.checkpoint[key])}, expected {expected}")
             if misfits:
                 within = compress([found.name for key, found in taken.items() if key not in outside])
-                raise inside_and_outside(added.transform, within, misfits)
+                raise partial_match_error(added.transform, within, misfits)
         return named
 
     def _groups(self) -> list[Group]:
@@ -320,7 +320,7 @@ class _Router:
                     group = groups.setdefault((name, id(found.taker)), Group(found.taker, name))
                     group.add(key, found.pattern or key, shape)
                 else:
-                    self.routing.unexpected_keys.update(made_by_name(found.taker, name))
+                    self.routing.unexpected_keys.update(target_names(found.taker, name))
                     self.unused[key] = name
                 continue
             if name not in self.tensors:
@@ -348,7 +348,7 @@ class _Router:
         """Find what a converter makes of a group, and have it read from that where transformers can't do it alone."""
         by = tuple(dict.fromkeys(added for key in group.taken for added in self.named[key].by))
         of_quantizer = any(getattr(each, "hf_quantizer", None) is not None for each in group.transform.operations)
-        by_name = made_by_name(group.transform, group.first)
+        by_name = target_names(group.transform, group.first)
         is_ours, is_wanted = bool(by), not self.wanted.isdisjoint(by_name)
         if of_quantizer and not (is_ours or is_wanted):
             # It makes what its patterns say, and writes to the parameters of the model on its way.
@@ -394,7 +394,7 @@ class _Router:
         if is_known and self.dtype is not None:  # it may need values
             values = {key: self.checkpoint[key][...] for key in group.keys}
             return group.layout(self.view, self._cast(values, group.first))
-        names = [name for name in made_by_name(group.transform, group.first) if name in self.tensors]
+        names = [name for name in target_names(group.transform, group.first) if name in self.tensors]
         made = dict(zip(names, group.transform.target_patterns, strict=False))
         return group.as_written(made=made, shapes=[self.tensors[name].shape for name in names])
 
@@ -457,7 +457,7 @@ class _Router:
             if unfit or len(found) < len(layout.stock):
                 experts: dict[str, str] = {}
                 if isinstance(placed, Matrices) and (found or self.unfit["failed"]):  # or they are missing whole
-                    experts = keys_of_experts(prefix, placed, self.revert)
+                    experts = expert_keys(prefix, placed, self.revert)
                 absent = [key for key in experts.values() if key not in self.checkpoint]
                 if 0 < len(absent) < len(experts):
                     self.unfit["incomplete"] += absent
@@ -479,7 +479,7 @@ class _Router:
         """What a checkpoint has for each layer of a layout that stock would stack first; none where it hasn't that."""
         if not part.stacked:
             return []
-        names, shape = keys_of_experts(prefix, layout, self.revert), layout.fused_shapes()[0]
+        names, shape = expert_keys(prefix, layout, self.revert), layout.fused_shapes()[0]
         found = [part.stacked.get(names.get(name, "")) for name in layout.fused]
         is_one_dtype = len(set(map(dtype_of, part.stacked.values()))) == 1  # joined, they would have one
         if not is_one_dtype or any(each is None or shape_of(each) != shape or _is_cut(each) for each in found):
@@ -506,7 +506,7 @@ class _Router:
                 self.unfit["quantized"].append(key)
         if not (keeps or (is_quantized and self.conversions.added)):
             return
-        for layer, held in by_layer(key for key in self.checkpoint if key not in experts).items():
+        for layer, held in group_by_layer(key for key in self.checkpoint if key not in experts).items():
             is_of_bytes = "weight" in held and dtype_of(self.checkpoint[held["weight"]]).startswith(_BYTES)
             if is_of_bytes or held.keys() - {"weight", "bias"}:
                 found = self.names.follow(f"{layer}.weight")

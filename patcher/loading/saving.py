@@ -30,9 +30,9 @@ from patcher.layouts.carried import Carrier, carriers, fused_modules, separated
 from patcher.layouts.layouts import lies_in_blocks
 from patcher.layouts.sharded import on_meta
 from patcher.layouts.transforms import describe, identity
-from patcher.loading.experts import named_as_in_checkpoint, reverted_from_scratch
+from patcher.loading.experts import default_revert, expert_checkpoint_names
 from patcher.loading.record import PatchRecord, record_of
-from patcher.loading.stock_view import carriers_in, from_scratch
+from patcher.loading.stock_view import carriers_in, routes_from_scratch
 from patcher.patterns import compress, in_state_dict, inside
 from patcher.resolution.resolution import skeleton
 
@@ -69,10 +69,10 @@ class SavePlan:
         same: dict[str, str] = {}
         # The load of a quantized checkpoint has read such layers as they are, and run no conversion of stacks.
         quantizer = getattr(self.model, "hf_quantizer", None)
-        revert = reverted_from_scratch(self.model) if quantizer else functools.partial(self._named, restored={})
+        revert = default_revert(self.model) if quantizer else functools.partial(self._named, restored={})
         # A quantizer that has quantized what no file has had so takes stacks, if it reads the file.
         for each in self.carrying if quantizer is None or is_prequantized(quantizer) else ():
-            quantized, plain = named_as_in_checkpoint(each, state_dict, revert)
+            quantized, plain = expert_checkpoint_names(each, state_dict, revert)
             moved |= quantized
             same |= plain if self.one_by_one else {}
         # What is cut from a stack again as it was put there is what it was: the stack needs no values.
@@ -204,7 +204,9 @@ def plan_original_format(model: PreTrainedModel) -> SavePlan:
     is_read = record is None or (record.read and (has_used_conversions(model) or is_converted))
     if record is not None and record.read and not is_read:
         record = replace(record, read=False)
-    conversions = used_conversions(model) if record is None or is_read else from_scratch(model, record, stock)[1]
+    conversions = (
+        used_conversions(model) if record is None or is_read else routes_from_scratch(model, record, stock)[1]
+    )
     order: dict[str, int] = {}
     if is_converted or (record is not None and record.dropped):
         # transformers sorts what it has loaded, and leaves what it has made in the order of the modules.
@@ -276,10 +278,12 @@ class OffloadedCheckpoint(dict[str, Any]):
         part, names, made = self._parts[key]
         if key not in made:
             own = {name: self._state_dict[name] for name in names}
-            made |= part.saved_state_dict({name: in_memory(part.model, name, value) for name, value in own.items()})
+            made |= part.saved_state_dict(
+                {name: load_if_offloaded(part.model, name, value) for name, value in own.items()}
+            )
         return made.pop(key)
 
 
-def in_memory(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> torch.Tensor:
+def load_if_offloaded(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The values of a tensor of a model, read from the disk if they are there."""
     return load_offloaded_parameter(model, name).contiguous() if tensor.is_meta else tensor

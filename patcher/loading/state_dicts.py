@@ -21,10 +21,10 @@ from patcher.compat.conversions import (
 )
 from patcher.compat.models import ModelView, named_modules, named_parameters, state_tensors, ties
 from patcher.layouts.carried import carriers, fused_modules, separated
-from patcher.layouts.conversion import made_by_name
+from patcher.layouts.conversion import target_names
 from patcher.layouts.either_layout import in_original_layout, is_in_original_layout
 from patcher.layouts.layouts import lies_in_blocks
-from patcher.layouts.sharded import keep_pieces, split_like, whole
+from patcher.layouts.sharded import distribute_like, reshard_modules, whole
 from patcher.layouts.transforms import select_conversions
 from patcher.loading.experts import quantized_experts
 from patcher.loading.record import PatchRecord, record_of
@@ -112,12 +112,12 @@ def load_original_state_dict(
                 if f"{prefix}{name}" not in given and f"{prefix}{source}" in given:
                     given[f"{prefix}{name}"] = given[f"{prefix}{source}"]
                     filled.append(part)
-    keep_pieces(model)
+    reshard_modules(model)
     own = {in_state_dict(name): value for name, value in state_tensors(model).items()}
     for each in carriers(model):  # what lies in blocks is made of its parts alone
         for layout in filter(lies_in_blocks, each.fused):
             own.pop(layout.fused[0])
-    given = {name: split_like(value, own.get(name)) for name, value in given.items()}
+    given = {name: distribute_like(value, own.get(name)) for name, value in given.items()}
     with in_original_layout():
         result = model.load_state_dict(given, strict=strict, assign=assign)
     for part in filled if assign else ():
@@ -160,7 +160,7 @@ def _as_in_transformers(
 # --- names of a checkpoint in a state dict ---------------------------------------------------------------------------
 
 
-def name_as_parameters(
+def convert_checkpoint_keys(
     model: PreTrainedModel,
     state_dict: dict[str, Any],
     prefix: str,
@@ -175,7 +175,7 @@ def name_as_parameters(
     What a state dict has only some tensors of, keeps its values where it has none.
     """
     found = {key.removeprefix(prefix): key for key in state_dict if key.startswith(prefix)}
-    keep_pieces(model)
+    reshard_modules(model)
     view = stock_view(model)
     own, shapes = view.own, view.tensors
     if own.keys() >= found.keys():
@@ -206,7 +206,7 @@ def name_as_parameters(
     for name in taken:
         del state_dict[found[name]]
     if is_in_original_layout() or any(isinstance(value, DTensor) for value in unknown.values()):
-        made = {name: split_like(tensor, own.get(name)) for name, tensor in made.items()}
+        made = {name: distribute_like(tensor, own.get(name)) for name, tensor in made.items()}
     state_dict.update({f"{prefix}{name}": tensor for name, tensor in made.items()})
 
 
@@ -242,7 +242,7 @@ def converted_to_parameters(
     made_of: dict[str, list[str]] = {}
     for key in given:
         renamed, taker, _ = rename(key)
-        makes = made_by_name(taker, renamed) if isinstance(taker, WeightConverter) else [renamed]
+        makes = target_names(taker, renamed) if isinstance(taker, WeightConverter) else [renamed]
         if all(name in shapes for name in makes):
             names |= {name: shapes[name] for name in makes}
             made_of[key] = makes
@@ -277,7 +277,7 @@ def without_stacking(model: nn.Module, conversions: Iterable[WeightTransform]) -
     return [each for each in conversions if not any(_stacks(each, name) for name in alike.values())]
 
 
-def listed_layers(model: nn.Module) -> set[str]:
+def unstacked_layers(model: nn.Module) -> set[str]:
     """The layers of a patched model that stock has as stacks in one parameter: those of experts."""
     names = {
         f"{inside(path)}{name}"

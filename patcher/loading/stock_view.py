@@ -20,13 +20,13 @@ from patcher.compat.conversions import key_renamer, stock_conversions, stock_con
 from patcher.compat.models import named_modules, state_tensors
 from patcher.errors import InvalidPatcherError
 from patcher.layouts.carried import Carrier, ModuleLayouts, carried_by, carriers
-from patcher.layouts.conversion import made_by_name
+from patcher.layouts.conversion import target_names
 from patcher.layouts.either_layout import carry
 from patcher.layouts.layouts import Layout, Rows
 from patcher.layouts.sharded import whole
 from patcher.layouts.transforms import converts, select_conversions
 from patcher.loading.record import PatchRecord, record_of
-from patcher.loading.routes import Conversions, Route, route, stock_tensors
+from patcher.loading.routes import Conversions, Route, route, stock_state
 from patcher.patterns import compress, in_state_dict, inside, without_numbers
 from patcher.resolution.resolution import resolve_in_force, skeleton
 
@@ -91,7 +91,7 @@ def stock_view(model: nn.Module) -> StockView:
 def _view(model: nn.Module, carrying: list[Carrier]) -> StockView:
     own = {in_state_dict(name): tensor for name, tensor in state_tensors(model).items()}
     on_meta = {name: torch.empty(tensor.shape, device="meta") for name, tensor in own.items()}
-    tensors = stock_tensors(on_meta, (layout for each in carrying for layout in each.all))
+    tensors = stock_state(on_meta, (layout for each in carrying for layout in each.all))
     return StockView(own, tensors, tuple(carrying))
 
 
@@ -139,11 +139,11 @@ def carriers_in(model: nn.Module) -> list[Carrier]:
         if not any((found := carried_by(each)) and found.converted for _, each in named_modules(part)) and (
             record.fusion_transforms or record.added
         ):
-            carry_routes(part, from_scratch(part, record)[0], record.paths_of_replacements)
+            carry_routes(part, routes_from_scratch(part, record)[0], record.paths_of_replacements)
     return carriers(model)
 
 
-def from_scratch(
+def routes_from_scratch(
     model: PreTrainedModel, record: PatchRecord, stock: Callable[[], PreTrainedModel] | None = None
 ) -> tuple[tuple[Route, ...], tuple[WeightTransform, ...]]:
     """The conversions of a model that was made without a checkpoint: those that loading one would have run.
@@ -181,14 +181,14 @@ def parts_of(load: Constructed) -> Parts:
     carrying = carriers(load.model)
     if not any(converts(entry.patcher) for entry in load.in_force):
         return _view(load.model, carrying).parts
-    converted = tuple(_carried_layouts(from_scratch(load.model, load.record)[0]))
+    converted = tuple(_carried_layouts(routes_from_scratch(load.model, load.record)[0]))
     carrying.append(Carrier("", load.model, ModuleLayouts(converted=converted)))
     rename = key_renamer(stock_conversions(load.model))
     view, found = _view(load.model, carrying), dict[str, tuple[str, ...]]()
     for name, made in [*((name, (name,)) for name in view.own), *view.parts.items()]:
         renamed, taker, _ = rename(name)
         if isinstance(taker, WeightConverter):  # a tensor of a checkpoint, which transformers stacks with others
-            found |= {part: (*found.get(part, ()), *made) for part in made_by_name(taker, renamed)}
+            found |= {part: (*found.get(part, ()), *made) for part in target_names(taker, renamed)}
         elif name not in view.own:
             found[name] = made
     return {name: made for name, made in found.items() if name not in view.own}
@@ -199,7 +199,7 @@ def layer_name(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def check_no_part_is_named(what: str, named: Iterable[str], parts: Parts) -> None:
+def check_no_part_named(what: str, named: Iterable[str], parts: Parts) -> None:
     """Raise for parts that something names.
 
     Args:

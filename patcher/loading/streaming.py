@@ -34,9 +34,9 @@ from patcher.compat.models import (
 )
 from patcher.errors import InvalidPatcherError, PatchedWeightsError, warn
 from patcher.layouts.carried import is_quantized
-from patcher.layouts.sharded import keep_pieces, one_piece, split_like, whole
+from patcher.layouts.sharded import distribute_like, local_tensor, reshard_modules, whole
 from patcher.loading.integration import integrations
-from patcher.loading.saving import SavePlan, in_memory, plan_original_format
+from patcher.loading.saving import SavePlan, load_if_offloaded, plan_original_format
 from patcher.loading.state_dicts import load_original_state_dict
 from patcher.patterns import compress, inside
 
@@ -162,7 +162,7 @@ class _Checkpoint:
                 f"The weights of {type(self.model).__name__} are quantized by {type(quantizer).__name__}, which can't "
                 "save them, so they have no checkpoint. Stream those of the model that isn't quantized."
             )
-        keep_pieces(self.model)
+        reshard_modules(self.model)
         self.merging: dict[str, tuple[Callable[[], nn.Module], str]] = {}
         state = self._without_adapters(state_to_save(self.model), adapters, model)
         objects = {**state, **(held := state_tensors(self.model))}
@@ -174,7 +174,7 @@ class _Checkpoint:
         for plan, names in self.parts[:1]:  # what can't be known is often seen in the first
             self.shown(plan, names)
         for name in sorted(self.merging):
-            is_plain = type(one_piece(state[name])) in (torch.Tensor, nn.Parameter)
+            is_plain = type(local_tensor(state[name])) in (torch.Tensor, nn.Parameter)
             if not is_plain or id(state[name]) in tied:
                 what = "tied to another that has no adapter" if is_plain else "quantized, and would be rounded"
                 raise InvalidPatcherError(
@@ -238,12 +238,12 @@ class _Checkpoint:
         if name in self.merging:
             merge, own = self.merging[name]
             value = merge().state_dict()[own]
-        if type(one_piece(value)) not in (torch.Tensor, nn.Parameter):
+        if type(local_tensor(value)) not in (torch.Tensor, nn.Parameter):
             return value  # of a quantizer
         if isinstance(value, DTensor):
             gathered: torch.Tensor = whole(value.detach())
             return gathered.contiguous()
-        return in_memory(self.model, name, value.detach())
+        return load_if_offloaded(self.model, name, value.detach())
 
 
 class _Uncopied(TorchFunctionMode):
@@ -310,7 +310,7 @@ class _Part:
         """Put back what was gathered, and convert what has waited."""
         for name, value in self._held.items():
             if isinstance(own := self.own[name], DTensor):
-                own.copy_(split_like(value, own))
+                own.copy_(distribute_like(value, own))
         if self.waiting:
             found = load_original_state_dict(self.model, self.waiting, strict=False)
             if found.unexpected_keys:
@@ -361,12 +361,12 @@ def _write(checkpoint: _Checkpoint, weights: Iterable[tuple[str, torch.Tensor]],
 
 def _check_writable(model: PreTrainedModel, own: Mapping[str, Any]) -> None:
     """Raise for a model that can't be written to in place."""
-    held = [one_piece(value) for value in state_tensors(model).values() if not is_quantized(value)]
+    held = [local_tensor(value) for value in state_tensors(model).values() if not is_quantized(value)]
     storages = {local.untyped_storage().data_ptr() for local in held}
     for name, value in own.items():
         if not isinstance(value, torch.Tensor) or is_quantized(value):
             raise _not_written(name, model, "is quantized")
-        if (local := one_piece(value)).is_meta:
+        if (local := local_tensor(value)).is_meta:
             raise _not_written(name, model, "is on the disk, or nowhere yet")
         if local.untyped_storage().data_ptr() not in storages:
             raise _not_written(name, model, "is made by its state_dict(), and no module holds it")

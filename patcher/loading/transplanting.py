@@ -87,7 +87,7 @@ def _place(tensor: torch.Tensor) -> Any:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def keep_what_is_held(model: PreTrainedModel, base: PreTrainedModel, source: PreTrainedModel) -> None:
+def move_attributes(model: PreTrainedModel, base: PreTrainedModel, source: PreTrainedModel) -> None:
     """Give modules of `source` what those of a model hold whose places they are to take, or raise for what can't be.
 
     Args:
@@ -109,7 +109,7 @@ def keep_what_is_held(model: PreTrainedModel, base: PreTrainedModel, source: Pre
 
 
 def transplant(model: PreTrainedModel, source: PreTrainedModel, weights: Weights) -> PreTrainedModel:
-    """The model with modules of `source` in the place of its own, after `keep_what_is_held`."""
+    """The model with modules of `source` in the place of its own, after `move_attributes`."""
     places: dict[nn.Module, list[str]] = {}
     owners: dict[int, set[tuple[nn.Module, str]]] = {}
     for path, module in named_modules(model):

@@ -64,7 +64,7 @@ def failure(transform: WeightTransform, targets: Sequence[str], reason: str) -> 
     )
 
 
-def inside_and_outside(
+def partial_match_error(
     transform: WeightTransform, within: Sequence[str], misfits: Sequence[str]
 ) -> PatchedWeightsError:
     """The error for a conversion of a patcher whose targets are in what it replaces, and where it can't stay out."""

@@ -124,7 +124,7 @@ def _stock_module(module: nn.Module, carried: ModuleLayouts) -> nn.Module:
         with torch.device("meta"):
             new = module.to_module()  # type: ignore[operator]
         new.train(module.training)
-        take_hooks(new, module)
+        copy_hooks(new, module)
         if is_initialized(module):
             mark_initialized(new)
     owners = {name.rpartition(".")[0] for name in carried.fused if "." in name}
@@ -148,7 +148,7 @@ def _stock_module(module: nn.Module, carried: ModuleLayouts) -> nn.Module:
     return new
 
 
-def take_hooks(new: nn.Module, module: nn.Module) -> None:
+def copy_hooks(new: nn.Module, module: nn.Module) -> None:
     """Have a module that takes the place of another one run the hooks of that one."""
     for name, value in vars(module).items():
         if name.startswith(HOOKS[:4]) and value:

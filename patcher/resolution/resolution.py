@@ -31,7 +31,7 @@ from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusion_named, is_builtin, name_or_fusion
 from patcher.fusions.finding import discover
 from patcher.fusions.fused_module import FusedModule, fuse, fuse_all, takes_modules
-from patcher.layouts.carried import fused_weights
+from patcher.layouts.carried import fused_layouts
 from patcher.layouts.layouts import Layout
 from patcher.layouts.transforms import describe, select_conversions
 from patcher.spec.forward_of import shown_name
@@ -133,7 +133,7 @@ def resolve(patcher: Patcher, model_class: type[PreTrainedModel], config: Pretra
     """See `Patcher.resolve`."""
     entries = (InForce(patcher, "resolve()"),)
     model, functions = _skeleton(model_class, config, entries)
-    resolution = resolve_standing(entries, model, functions)
+    resolution = resolve_constructed(entries, model, functions)
     transforms, replaced = resolution.fusion_plan.transforms, resolution.replaced.items()
     selected = select_conversions(stock_conversions(model), [patcher], transforms, replaced)
     return replace(
@@ -148,10 +148,10 @@ def resolve_in_force(
 ) -> Resolution:
     """What several patchers do to one model, the innermost first, but for its conversions."""
     entries = tuple(entries)
-    return resolve_standing(entries, *_skeleton(model_class, config, entries))
+    return resolve_constructed(entries, *_skeleton(model_class, config, entries))
 
 
-def resolve_standing(
+def resolve_constructed(
     entries: tuple[InForce, ...],
     model: PreTrainedModel,
     functions: Functions = NO_FUNCTIONS,
@@ -159,7 +159,7 @@ def resolve_standing(
     """What several patchers do to a model on the meta device, with what their mappings put into it."""
     modules = dict(named_modules(model))
     #: those of parts that were loaded by themselves, or of a model that is resolved again
-    already = {path: carried for path, module in modules.items() if (carried := fused_weights(module)) is not None}
+    already = {path: carried for path, module in modules.items() if (carried := fused_layouts(module)) is not None}
     replaced = {
         path: unrebound(type(module))
         for path, module in modules.items()
@@ -230,7 +230,7 @@ def replace_functions(construction: Construction, model: PreTrainedModel) -> Non
 # --- fusions at work: while a model is built, what is fused is so in place, or built again ---------------------------
 
 
-def keep_arguments(construction: Construction) -> None:
+def record_arguments(construction: Construction) -> None:
     """Have constructor arguments kept, if modules may be built again: of families that aren't ours it isn't known."""
     patchers = [entry.patcher for entry in construction.rules.entries]
     if any(each.module_mapping or not all(map(is_builtin, each.fusions)) for each in patchers):
@@ -243,7 +243,7 @@ def _resolved(construction: Construction, model: PreTrainedModel) -> Resolution:
     entries = construction.rules.entries
     if construction.resolution is None and any(entry.patcher.fusions for entry in entries):
         with DisableTorchFunction():  # nothing is made here, and each look at a tensor would pass through modes
-            construction.resolution = resolve_standing(entries, model, construction.functions)
+            construction.resolution = resolve_constructed(entries, model, construction.functions)
     return construction.resolution or NO_CHANGE
 
 
@@ -270,7 +270,7 @@ def rebuild_fused_modules(construction: Construction, model: PreTrainedModel) ->
         parent._modules[name] = new
 
 
-def fuse_standing_modules(construction: Construction, model: PreTrainedModel) -> None:
+def fuse_constructed_modules(construction: Construction, model: PreTrainedModel) -> None:
     """Fuse the constructed modules of a model: with initial values, or on the meta device in a load."""
     resolution = _resolved(construction, model)
     plan, classes, fusions = resolution.fusion_plan, resolution.fused, resolution.fusion_plan.by_path

@@ -637,7 +637,7 @@ def test_a_failure_leaves_the_given_model_as_it_was(monkeypatch: pytest.MonkeyPa
         with pytest.raises(PatchConstructionError, match="no"):
             Patcher({"LlamaMLP": Failing}).apply(model)
         with monkeypatch.context() as patch:
-            patch.setattr("patcher.loading.applying.keep_record", _fail)
+            patch.setattr("patcher.loading.applying.store_record", _fail)
             with pytest.raises(RuntimeError, match="in the middle"):
                 BOTH.apply(model)
         assert described(model) == before

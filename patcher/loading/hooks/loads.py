@@ -38,15 +38,15 @@ from patcher.loading.load import (
     check_supported,
     construct,
     finish,
-    never_constructed,
-    put_down,
+    not_constructed_error,
+    record_load,
     request,
     select,
 )
 from patcher.loading.new_weights import check_new_weights
 from patcher.loading.read import read
 from patcher.loading.record import record_of
-from patcher.loading.state_dicts import name_as_parameters, without_stacking
+from patcher.loading.state_dicts import convert_checkpoint_keys, without_stacking
 from patcher.spec.patcher import Patcher
 
 #: The load that this thread or task is in, patched or not: the result of its last step. Before it what makes it dry.
@@ -79,7 +79,7 @@ def from_pretrained(
             if dry is not None and isinstance(load, Request) and load.in_force:
                 dry.reached.append(load)
         if type(load) is Request and load.own:
-            raise never_constructed(load)
+            raise not_constructed_error(load)
         if isinstance(load, Constructed) and dry is None:
             finish(load)
         return result
@@ -248,9 +248,9 @@ def finalize(stock: Stock, model: PreTrainedModel, load_config: Any, loading_inf
         values, record = InitialValues(load), load.record
         with unreported(model, loading_info, missing=record.new_weights, unexpected=record.dropped_weights):
             info = stock(model, load_config, loading_info)
-        values.put_back(load_config)
+        values.restore(load_config)
         finalized = Finalized(**vars(load))
-        put_down(finalized)
+        record_load(finalized)
         if load_config.weight_mapping is not None:
             # An adapter that is loaded next, as where the load began in its folder, is of the stock model.
             first = load_config.weight_mapping[: len(load.key_mapping or ())]
@@ -266,7 +266,7 @@ def load_from_state_dict(
     """Have `load_state_dict` of a patched model, and of its sub-models, take the names of checkpoints."""
     if record_of(self) is not None or is_in_original_layout():
         _, _, missing_keys, _, error_msgs = args
-        name_as_parameters(self, state_dict, prefix, missing_keys, error_msgs)
+        convert_checkpoint_keys(self, state_dict, prefix, missing_keys, error_msgs)
     stock(self, state_dict, prefix, *args, **kwargs)
 
 

@@ -17,12 +17,12 @@ from patcher.construction.lock import construction_lock
 from patcher.construction.modules_by_path import replace_modules
 from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.loading.findings import Diagnostics
-from patcher.loading.initial_values import keeping_computed
-from patcher.loading.load import check_stands, check_supported, finish_by_hand
+from patcher.loading.initial_values import preserve_computed_buffers
+from patcher.loading.load import check_constructed, check_supported, finish_by_hand
 from patcher.resolution.resolution import (
-    fuse_standing_modules,
-    keep_arguments,
+    fuse_constructed_modules,
     rebuild_fused_modules,
+    record_arguments,
     replace_functions,
 )
 from patcher.spec.fingerprints import check_built, check_pins
@@ -47,8 +47,8 @@ def from_config(
         construction = Construction(ClassRules(entries), by_hand=True)
         with building(construction):
             model = stock(cls, config, *args, **kwargs)
-    check_stands(construction, cls)
-    Diagnostics().adding_unused(own, construction.outcome, cls.__name__).warn()
+    check_constructed(construction, cls)
+    Diagnostics().with_unused(own, construction.outcome, cls.__name__).warn()
     return model
 
 
@@ -69,7 +69,7 @@ def init(stock: Stock, self: PreTrainedModel, config: Any, *args: Any, **kwargs:
         )
     if construction is not None and construction.root in (None, self):
         construction.root = self
-        keep_arguments(construction)
+        record_arguments(construction)
     stock(self, config, *args, **kwargs)
 
 
@@ -85,7 +85,7 @@ def modules_are_constructed(stock: Stock, model: PreTrainedModel) -> None:
     """Fuse a model that is loaded: it has been built, all through, and no quantizer has seen it."""
     construction = construction_around()
     if construction is not None and construction.root is model and not construction.by_hand:
-        fuse_standing_modules(construction, model)
+        fuse_constructed_modules(construction, model)
     stock(model)
 
 
@@ -105,7 +105,7 @@ def _initialise(stock: Stock, self: PreTrainedModel) -> None:
         replace_functions(construction, self)
         if not construction.is_skeleton:
             rebuild_fused_modules(construction, self)
-    with keeping_computed(built.module for built in construction.built if built.outermost):
+    with preserve_computed_buffers(built.module for built in construction.built if built.outermost):
         stock(self)
     if is_root:
         construction.is_constructed = True

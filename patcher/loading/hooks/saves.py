@@ -25,8 +25,8 @@ from patcher.fusions.config import names_fusions, with_fusion_names
 from patcher.layouts.carried import carriers, fused_modules
 from patcher.layouts.transforms import converts
 from patcher.loading.integration import integrations
-from patcher.loading.layout_on_disk import check_place, remove_others, remove_weights
-from patcher.loading.new_weights import named_in_metadata, new_weights, sort_metadata
+from patcher.loading.layout_on_disk import check_save_options, remove_stale_weights, remove_weights
+from patcher.loading.new_weights import metadata_with_new_weights, new_weights, sort_metadata
 from patcher.loading.record import record_of
 from patcher.loading.saving import OffloadedCheckpoint, SavePlan, plan_saving
 
@@ -69,7 +69,7 @@ def save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: A
         save = _Save(plan, new if plan.original_format else dict.fromkeys(new.values(), ""))
         given["save_original_format"] = False
     in_layout = save is not None and bool(save.plan.fusions)
-    check_place(given["variant"], is_pushed=bool(given["push_to_hub"]), in_layout=in_layout)
+    check_save_options(given["variant"], is_pushed=bool(given["push_to_hub"]), in_layout=in_layout)
     if in_layout:
         given["variant"] = VARIANT
     with ExitStack() as stack:
@@ -87,7 +87,7 @@ def save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: A
     if save is not None and not save.is_taken:
         remove_weights(given["save_directory"])
         raise not_called("remove_tied_weights_from_state_dict")
-    remove_others(given["save_directory"], in_layout=in_layout)
+    remove_stale_weights(given["save_directory"], in_layout=in_layout)
     return result
 
 
@@ -111,7 +111,7 @@ def write_file(stock: Stock, tensors: Any, filename: Any, metadata: Any = None) 
     save = _SAVE.get()
     if save is None or not save.new.keys() & tensors.keys():
         return stock(tensors, filename, metadata=metadata)
-    stock(tensors, filename, metadata=named_in_metadata(metadata, save.new, tensors, save.plan.model))
+    stock(tensors, filename, metadata=metadata_with_new_weights(metadata, save.new, tensors, save.plan.model))
     sort_metadata(filename)
     return None
 
