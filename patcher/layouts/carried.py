@@ -1,7 +1,7 @@
-"""What a module carries whose parameters are others than in transformers: how either become the other.
+"""The layouts that a module carries if its parameters aren't those of transformers, and conversions by them.
 
-A frozen value on the module: it is copied, pickled and moved with it, and knows no model and no path. A state dict of
-any model that holds the module becomes one in the layout of transformers by it.
+The value is frozen, and is copied, pickled and moved with the module; it knows no model and no path. By it, a state
+dict of any model that contains the module is converted to the layout of transformers.
 """
 
 from __future__ import annotations
@@ -21,40 +21,38 @@ from patcher.layouts.layouts import Layout, by_itself
 from patcher.layouts.sharded import local_tensor
 from patcher.patterns import in_state_dict, inside
 
-#: On such a module: its `ModuleLayouts`.
+#: The attribute of a module for its `ModuleLayouts`.
 CARRIED = "_patcher_layouts"
-
-
-#: On a class that was made for one process: the function, and its arguments, by which another process makes it.
+#: The attribute of a class that was generated in one process, by which another one generates it: (function, *args).
 RECIPE = "_patcher_recipe"
 
 
 class PickledClass:
-    """A class in a pickle, by its recipe: cloudpickle and dill write down any other, with all that it refers to."""
+    """A class in a pickle, by its recipe: cloudpickle and dill pickle other classes by value."""
 
     def __init__(self, cls: Any) -> None:
         self.cls = cls
 
     @staticmethod
     def of(cls: Any) -> Any:
-        """What to pickle for a class: the class itself, if every process has it."""
+        """Return what to pickle for a class: the class itself, if every process has it."""
         return PickledClass(cls) if RECIPE in vars(cls) else cls
 
     @staticmethod
     def read(value: Any) -> Any:
-        """The class, of what was pickled for it."""
+        """Return the class from what was pickled for it."""
         return value.cls if isinstance(value, PickledClass) else value
 
-    def __reduce__(self) -> Any:  # read as the class itself
+    def __reduce__(self) -> Any:  # unpickled as the class itself
         make, *args = vars(self.cls)[RECIPE]
-        return make, tuple(PickledClass.of(each) if isinstance(each, type) else each for each in args)
+        return make, tuple(PickledClass.of(arg) if isinstance(arg, type) else arg for arg in args)
 
     def __deepcopy__(self, memo: Any) -> PickledClass:
         return self
 
 
 def reduce_by_recipe(self: Any, protocol: Any) -> Any:
-    """The `__reduce_ex__` of such a class: whoever reads the pickle makes its own. Not for what derives from one."""
+    """The `__reduce_ex__` of a generated class, without effect on its subclasses."""
     cls = type(self)
     if RECIPE not in vars(cls):
         return object.__reduce_ex__(self, protocol)
@@ -67,14 +65,14 @@ def _bare(pickled: Any) -> Any:
 
 @dataclass(frozen=True)
 class ModuleLayouts:
-    """How the parameters of a module become those of transformers.
+    """How the parameters of a module are converted to those of transformers.
 
     Attributes:
-        layouts: what a fusion has made of parameters of transformers.
-        converted: what conversions of a patcher have made of tensors of a checkpoint.
-        fusion: the name of the family that has fused the module, or the family; None where a file has it written out.
-        original: the class of a fused module as transformers has it.
-        names: what the state dict of a fused module has as transformers builds it, in order.
+        layouts: from parameters of transformers to those of a fused module.
+        converted: from tensors of a checkpoint to what conversions of a patcher made of them.
+        fusion: the name of the fusion family, or the family itself; None for modules of generated files.
+        original: the stock class of a fused module.
+        names: the names in the state dict of the stock module, in order, for a fused module.
     """
 
     layouts: tuple[Layout, ...] = ()
@@ -87,56 +85,56 @@ class ModuleLayouts:
         return self
 
     def __reduce__(self) -> Any:
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         original = None if self.original is None else PickledClass.of(self.original)
         return (_unpickled, (values | {"original": original},))
 
     @property
     def all(self) -> tuple[Layout, ...]:
-        """All layouts; what is fused is taken apart before what was converted."""
+        """All layouts: fused parameters are separated before conversions are reversed."""
         return (*self.layouts, *self.converted)
 
     @property
     def fused(self) -> frozenset[str]:
-        """The parameters that only the module has, of those of its fusion."""
+        """The fused parameters."""
         return frozenset(name for layout in self.layouts for name in layout.fused)
 
     @property
     def stock(self) -> frozenset[str]:
-        """The parameters that only the module of transformers has, of those of the fusion."""
+        """The stock parameters from which the fused ones are made."""
         return frozenset(name for layout in self.layouts for name in layout.stock)
 
     def separate(self, path: str, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], set[str]]:
-        """The tensors of one module in the layout of transformers, by their names in it.
+        """Convert the tensors of one module, by their names in it, to the layout of transformers.
 
         Returns:
-            They, in the order of transformers, and which of them are tensors of a checkpoint, to be converted.
+            The tensors in the order of transformers, and the names of those that are tensors of a checkpoint.
 
         Raises:
-            PatchedWeightsError: the module has been changed so that they can't be known.
+            PatchedWeightsError: the module was changed so that they can't be known.
         """
         self._check(path, tensors)
         result, converted = dict(tensors), set[str]()
         for layout in self.all:
-            parts = _separated(layout, inside(path), result)
-            result = _in_place_of(layout.fused, parts, result)
+            parts = _separate(layout, inside(path), result)
+            result = _substitute(layout.fused, parts, result)
             if isinstance(layout, Converted):
                 converted |= parts.keys()
         if self.names:
-            order = {name: number for number, name in enumerate(self.names)}
+            order = {name: index for index, name in enumerate(self.names)}
             result = {name: result[name] for name in sorted(result, key=lambda name: order.get(name, len(order)))}
         return result, converted
 
     def _check(self, path: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise for what is quantized, was added to a fused module, or is there in both forms."""
+        """Raise for tensors that are quantized, were added to a fused module, or are present in both layouts."""
         prefix, fused = inside(path), self.fused
         owners = {name.rpartition(".")[0]: name for name in tensors}
-        within = tuple({f"{owner}." for name in fused if (owner := name.rpartition(".")[0])})
+        fused_layers = tuple({f"{owner}." for name in fused if (owner := name.rpartition(".")[0])})
         for layout in self.all:
             for name in layout.fused:
-                value = tensors.get(name, tensors.get(owners.get(name, "")))  # some hold `weight._data` in its place
+                value = tensors.get(name, tensors.get(owners.get(name, "")))  # quantizers may have `weight._data`
                 if value is not None and (name not in tensors or is_quantized(value)):
-                    raise _cannot(
+                    raise _not_saved(
                         f"{prefix}{name}",
                         f"it is quantized ({type(value).__name__} of {value.dtype}), and scales of joined rows aren't "
                         "those of each (if only fusions made this layout, save_original_format=False saves it as it "
@@ -145,15 +143,15 @@ class ModuleLayouts:
         for layout in self.layouts:
             both = [name for name in layout.stock if name in tensors and name not in layout.fused]
             if both and not set(layout.fused).isdisjoint(tensors):
-                raise _cannot(
+                raise _not_saved(
                     f"{prefix}{both[0]}",
                     f"{', '.join(layout.fused[:2])} of a fused module holds it, and both are there. Assign "
                     "layers to a fused module by its attributes, or take the fusions off with "
                     "Patcher().apply(model)",
                 )
         for name in sorted(tensors.keys() - fused - set(self.names)):
-            if name.startswith(within):
-                raise _cannot(
+            if name.startswith(fused_layers):
+                raise _not_saved(
                     f"{prefix}{name}",
                     "it was added to a fused layer, and the checkpoint has no place for it. Take it off before "
                     "saving, or take the fusions off with Patcher().apply(model) before it is added",
@@ -161,50 +159,52 @@ class ModuleLayouts:
 
 
 @torch.no_grad()
-def _separated(layout: Layout, prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parts of one layout; nothing where there is nothing of it: of a part of a model, or in stock's layout."""
-    found = {name: tensors[name] for name in layout.fused if name in tensors}
-    if not found:
+def _separate(layout: Layout, prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the parts of one layout, {} if its parameters are absent: of a part of a model, or in stock's layout."""
+    fused = {name: tensors[name] for name in layout.fused if name in tensors}
+    if not fused:
         return {}
-    if absent := [name for name in layout.fused if name not in found]:
-        raise _cannot(
+    if absent := [name for name in layout.fused if name not in fused]:
+        raise _not_saved(
             f"{prefix}{absent[0]}",
             f"it is missing in the state dict, and {layout} has made it with others. Save a state dict with all "
             "of them",
         )
-    for (name, tensor), shape in zip(found.items(), layout.fused_shapes(), strict=True):
+    for (name, tensor), shape in zip(fused.items(), layout.fused_shapes(), strict=True):
         if tensor.shape != shape:
-            raise _cannot(
+            raise _not_saved(
                 f"{prefix}{name}",
                 f"it had the shape {tuple(shape)} when it was made, it has {tuple(tensor.shape)} now",
             )
-    parts = dict(zip(layout.stock, layout.separate(list(found.values())), strict=True))
-    for name, was in zip(layout.stock, layout.stock_shapes, strict=True):
-        if tuple(parts[name].shape) != tuple(was):
-            raise _cannot(f"{prefix}{name}", f"{layout} gives {tuple(parts[name].shape)}, and it was {was}")
-    return parts if isinstance(layout, Converted) else {n: by_itself(part.contiguous()) for n, part in parts.items()}
+    parts = dict(zip(layout.stock, layout.separate(list(fused.values())), strict=True))
+    for name, expected in zip(layout.stock, layout.stock_shapes, strict=True):
+        if tuple(parts[name].shape) != tuple(expected):
+            raise _not_saved(f"{prefix}{name}", f"{layout} gives {tuple(parts[name].shape)}, and it was {expected}")
+    if isinstance(layout, Converted):
+        return parts
+    return {name: by_itself(part.contiguous()) for name, part in parts.items()}
 
 
-def _in_place_of(
-    gone: Collection[str], made: dict[str, torch.Tensor], held: Mapping[str, torch.Tensor]
+def _substitute(
+    names: Collection[str], substitutes: dict[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Tensors with others in the place of the first of some: shards depend on the order."""
+    """Put substitutes in the place of the first of some tensors, and drop these: shards depend on the order."""
     result: dict[str, torch.Tensor] = {}
-    for name, value in held.items():
-        if name not in gone:
+    for name, value in tensors.items():
+        if name not in names:
             result[name] = value
-        elif made:
-            result, made = result | made, {}
+        elif substitutes:
+            result, substitutes = result | substitutes, {}
     return result
 
 
 def _unpickled(values: dict[str, Any]) -> ModuleLayouts:
-    importlib.import_module("patcher").install()  # so that the model saves there as it does here
+    importlib.import_module("patcher").install()  # so that the unpickled model saves like this one
     return ModuleLayouts(**values | {"original": PickledClass.read(values["original"])})
 
 
 class Carrier(NamedTuple):
-    """A module that carries layouts, its path, and what it carries."""
+    """A module that carries layouts, with its path."""
 
     path: str
     module: nn.Module
@@ -212,74 +212,75 @@ class Carrier(NamedTuple):
 
     @property
     def prefix(self) -> str:
-        """What its names in a state dict begin with."""
+        """The prefix of its names in a state dict."""
         return inside(in_state_dict(self.path))
 
     @property
     def fused(self) -> list[Layout]:
-        """The layouts of its fusion, by the names that the state dict of the model has."""
+        """The layouts of its fusion, by the names in the state dict of the model."""
         return [layout.named(self.prefix.__add__) for layout in self.carried.layouts]
 
     @property
     def all(self) -> list[Layout]:
-        """All of its layouts, by these names."""
+        """All of its layouts, by the names in the state dict of the model."""
         return [layout.named(self.prefix.__add__) for layout in self.carried.all]
 
 
 def carried_by(module: nn.Module) -> ModuleLayouts | None:
-    """What a module carries, None if its parameters are those of transformers."""
+    """Return the layouts that a module carries, None if its parameters are those of transformers."""
     return module.__dict__.get(CARRIED)
 
 
 def carriers(model: nn.Module) -> list[Carrier]:
-    """The modules of a model whose parameters are others than in transformers."""
+    """Return the modules of a model that carry layouts."""
     return [
-        Carrier(path, module, found)
+        Carrier(path, module, carried)
         for path, module in named_modules(model)
-        if (found := carried_by(module)) is not None
+        if (carried := carried_by(module)) is not None
     ]
 
 
 def fused_layouts(module: nn.Module) -> ModuleLayouts | None:
-    """What a fused module carries, None if it isn't fused."""
-    found = carried_by(module)
-    return found if found is not None and found.layouts else None
+    """Return the layouts that a fused module carries, None if it isn't fused."""
+    carried = carried_by(module)
+    return carried if carried is not None and carried.layouts else None
 
 
 def fused_modules(model: nn.Module) -> list[Carrier]:
-    """The fused modules of a model."""
-    return [each for each in carriers(model) if each.carried.layouts]
+    """Return the fused modules of a model."""
+    return [carrier for carrier in carriers(model) if carrier.carried.layouts]
 
 
 def separated(
     carrying: Iterable[Carrier], state_dict: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """A state dict in the layout of transformers, in the order that the state dict of its model has.
+    """Convert a state dict to the layout of transformers, in the order of its model.
 
     Returns:
-        It, and which of its tensors are those of a checkpoint, which transformers would convert.
+        The state dict, and the names of those of its tensors that transformers would convert: tensors of a checkpoint.
 
     Raises:
-        PatchedWeightsError: something in it can't be known.
+        PatchedWeightsError: some of it can't be known.
     """
     result, converted = dict(state_dict), set[str]()
-    # What is inside of another such module comes first, the model itself last.
-    for each in sorted(carrying, key=lambda each: -len(each.path.split(".")) if each.path else 0):
-        own = {key: value for key, value in result.items() if key.startswith(each.prefix)}
-        if own:
-            tensors = {key.removeprefix(each.prefix): value for key, value in own.items()}
-            found, names = each.carried.separate(in_state_dict(each.path), tensors)
-            result = _in_place_of(own, {f"{each.prefix}{name}": value for name, value in found.items()}, result)
-            converted |= {f"{each.prefix}{name}" for name in names}
+    # Modules inside of others come first, the model itself last.
+    for carrier in sorted(carrying, key=lambda carrier: -len(carrier.path.split(".")) if carrier.path else 0):
+        prefix = carrier.prefix
+        fused = {key: value for key, value in result.items() if key.startswith(prefix)}
+        if fused:
+            tensors = {key.removeprefix(prefix): value for key, value in fused.items()}
+            stock, names = carrier.carried.separate(in_state_dict(carrier.path), tensors)
+            result = _substitute(fused, {f"{prefix}{name}": value for name, value in stock.items()}, result)
+            converted |= {f"{prefix}{name}" for name in names}
     return result, converted
 
 
-def _cannot(name: str, reason: str) -> PatchedWeightsError:
+def _not_saved(name: str, reason: str) -> PatchedWeightsError:
     return PatchedWeightsError(f"{name} can't be saved in the original format: {reason}.")
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
-    """Whether a quantizer has made the tensor: by its type, or since its numbers are of one byte."""
+    """Whether a tensor is a quantizer's: a subclass, or one of a one-byte dtype."""
     tensor = local_tensor(tensor)
     return type(tensor) not in (torch.Tensor, nn.Parameter) or (
         tensor.dtype.itemsize == 1 and tensor.dtype is not torch.bool

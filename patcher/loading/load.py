@@ -1,13 +1,13 @@
-"""One load as five steps, each a function from the frozen result before it to its own.
+"""A load in five steps, each a function from the frozen state before it to the next.
 
     Request -> Constructed -> Selected -> Loaded -> Finalized -> the record on the model
 
-Each result has all that those before it have. Where a load is, its exact class says.
+Each state extends the one before it, so the class of a state says how far the load has come.
 
-`request` is made when `from_pretrained` is called, `construct` ends when the modules are on the meta device,
-`select` has the conversions, `read` checks names and shapes and then has the weights read, transformers finalizes the
-rest of the model, `finish` puts down what was done. A dry run stops before the weights are read; a model built by hand
-goes from its construction to its record.
+`request` runs when `from_pretrained` is called, `construct` ends when the modules are on the meta device, `select`
+chooses the conversions, `read` checks names and shapes and has the weights read, transformers finalizes the rest of
+the model, and `finish` stores the record. A dry run stops before weights are read. A model built without a checkpoint
+goes from construction to its record.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from patcher.spec.fingerprints import check_pins
 
 @dataclass(frozen=True)
 class DryRun:
-    """A load that stops before it reads.
+    """A load that stops before it reads weights.
 
     Attributes:
-        unknown: the keys of the checkpoint whose shapes aren't known.
-        has_checkpoint: whether there is one; without it conversions and weights are not judged.
-        files: of the checkpoint, as far as they are here.
-        runtime_layout: whether it has the parameters of the model as they are.
-        reached: the results of the load, the last of which says where it has come to.
+        unknown: checkpoint keys whose shapes are unknown.
+        has_checkpoint: whether there is a checkpoint; otherwise conversions and weights aren't checked.
+        files: the checkpoint files that are available locally.
+        runtime_layout: whether the checkpoint has the parameters of the patched model.
+        reached: the states of the load so far, the last of which says how far it came.
     """
 
     unknown: frozenset[str] = frozenset()
@@ -64,20 +64,20 @@ class DryRun:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Request:
-    """What a call of `from_pretrained` asks for.
+    """The request of a call of `from_pretrained`.
 
     Attributes:
-        in_force: all patchers that the load meets, the innermost first; none where nothing is patched.
-        own: those of them that this very load brings.
-        path: what is loaded.
+        in_force: all patchers in force, the innermost first; empty if nothing is patched.
+        requested: those that this load itself brings.
+        path: the repo, folder or file to load.
         options: the keyword arguments of `from_pretrained`.
-        files: of the checkpoint, once they are found.
-        runtime_layout: whether the checkpoint has the parameters of the model as they are.
+        files: the files of the checkpoint, once they are resolved.
+        runtime_layout: whether the checkpoint has the parameters of the patched model.
     """
 
     model_class: type[PreTrainedModel]
     in_force: tuple[InForce, ...] = ()
-    own: tuple[InForce, ...] = ()
+    requested: tuple[InForce, ...] = ()
     path: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
     dry_run: DryRun | None = None
@@ -93,20 +93,20 @@ class Request:
 def request(
     model_class: type[PreTrainedModel], patcher: Any, path: Any, options: Mapping[str, Any], dry_run: DryRun | None
 ) -> Request:
-    """What a load is to do.
+    """Start a load.
 
     Raises:
-        InvalidPatcherError: `patcher` isn't a Patcher, or comes with what its conversions are not known to survive.
+        InvalidPatcherError: `patcher` isn't a Patcher, or its conversions don't support an option of the load.
         PresetDriftError: the code that a patcher is pinned to has changed.
     """
-    in_force, own = in_force_for(patcher)
-    for entry in own:
+    in_force, requested = in_force_for(patcher)
+    for entry in requested:
         check_pins(entry.patcher, model_class)
     check_supported(in_force, path, options)
     return Request(
         model_class=model_class,
         in_force=in_force,
-        own=own,
+        requested=requested,
         path=path,
         options=options,
         dry_run=dry_run,
@@ -116,7 +116,7 @@ def request(
 
 
 def check_supported(entries: tuple[InForce, ...], path: Any, options: Mapping[str, Any]) -> None:
-    """Raise for what patchers, or their conversions, are not yet known to survive."""
+    """Raise for options of a load that patchers, or their conversions, don't support."""
     if entries and is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
         raise InvalidPatcherError(
             "A patcher was requested while DeepSpeed ZeRO-3 is on, which partitions each parameter as soon as it is "
@@ -125,14 +125,14 @@ def check_supported(entries: tuple[InForce, ...], path: Any, options: Mapping[st
         )
     if not any(map(has_conversions, entries)):
         return
-    beside = [name for name in ("device_mesh",) if options.get(name)]
+    unsupported = ["device_mesh"] if options.get("device_mesh") else []
     if sizes(options.get("distributed_config")).stages > 1:
-        beside.append("a distributed_config with pp_size")
+        unsupported.append("a distributed_config with pp_size")
     if distributed_checkpoint(path, options):
-        beside.append(f"the distributed checkpoint in {path}")
-    if beside:
+        unsupported.append(f"the distributed checkpoint in {path}")
+    if unsupported:
         raise InvalidPatcherError(
-            f"A patcher with weight conversions was requested together with {', '.join(beside)}, which is not "
+            f"A patcher with weight conversions was requested together with {', '.join(unsupported)}, which is not "
             "supported. Load the model without the patcher, save it with save_pretrained, and load that with it."
         )
 
@@ -144,7 +144,7 @@ def has_conversions(entry: InForce) -> bool:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Constructed(Request):
-    """The modules are constructed, on meta; no weight has been read."""
+    """The modules are constructed on the meta device, and no weight has been read."""
 
     rules: ClassRules
     model: PreTrainedModel
@@ -158,15 +158,15 @@ class Constructed(Request):
 
 
 @contextmanager
-def construct(load: Request, done: Callable[[Constructed], object]) -> Iterator[None]:
-    """Build the model inside the block.
+def construct(load: Request, on_constructed: Callable[[Constructed], object]) -> Iterator[None]:
+    """Patch the model that is constructed in the block.
 
     Args:
-        done: is given the result at the end of the block.
+        on_constructed: called with the result at the end of the block.
 
     Raises:
-        PatcherError: transformers has not come by the place where the modules are fused.
-        UnmatchedPatchError: a class key or a fusion has matched nothing.
+        PatcherError: transformers didn't reach the place where modules are fused.
+        UnmatchedPatchError: a class key or a fusion matches nothing.
     """
     started = time.perf_counter()
     rules = ClassRules(load.in_force)
@@ -176,11 +176,11 @@ def construct(load: Request, done: Callable[[Constructed], object]) -> Iterator[
     model = check_constructed(construction, load.model_class)
     if construction.resolution is None and any(entry.patcher.fusions for entry in load.in_force):
         raise not_called("patch_output_recorders")
-    outcome, record, outermost, models = seen(construction, model)
-    strict = [entry for entry in load.own if entry.patcher.strict]  # the others give one warning at the end
-    diagnostics = Diagnostics(goes_on=load.dry_run is not None)
+    outcome, record, outermost, models = summarize(construction, model)
+    strict = [entry for entry in load.requested if entry.patcher.strict]  # the others warn once, at the end
+    diagnostics = Diagnostics(collects_errors=load.dry_run is not None)
     diagnostics = diagnostics.with_unused(strict, outcome, load.model_class.__name__)
-    done(
+    on_constructed(
         Constructed(
             **vars(load),
             rules=rules,
@@ -197,7 +197,7 @@ def construct(load: Request, done: Callable[[Constructed], object]) -> Iterator[
 
 
 def check_constructed(construction: Construction, model_class: type[PreTrainedModel]) -> PreTrainedModel:
-    """The model that was built, if it has gone through all that a model is patched at."""
+    """Return the constructed model, or raise if it skipped a place where a model is patched."""
     model = construction.root
     if model is None:
         raise PatchConstructionError(
@@ -213,7 +213,7 @@ def check_constructed(construction: Construction, model_class: type[PreTrainedMo
 
 
 def not_constructed_error(load: Request) -> PatcherError:
-    """The error for a load that has returned without a model of ours."""
+    """Return the error for a load that returned without constructing a model under `construct`."""
     owner = next(cls for cls in load.model_class.__mro__ if "get_init_context" in vars(cls))
     if owner is PreTrainedModel:
         return not_called("PreTrainedModel.get_init_context")
@@ -223,16 +223,17 @@ def not_constructed_error(load: Request) -> PatcherError:
     )
 
 
-def seen(
+def summarize(
     construction: Construction, model: PreTrainedModel
 ) -> tuple[Outcome, PatchRecord, Placed, list[tuple[str, PreTrainedModel]]]:
-    """What was found and done, the outermost replacements, and the models; blocks around it are notified."""
+    """Return what a construction did (also to the blocks around it): outcome, record, replacements, and models."""
     resolution: Resolution = construction.resolution or NO_CHANGE
     built, rules = construction.built, dict[str, dict[str, None]]()
-    for one in built:
-        rules.setdefault(f"{one.match.field}[{one.match.key!r}]", {})[one.match.original.__name__] = None
-    chosen = {id(one.module): not one.match.entry.is_registry for one in built}
-    modules = list(named_modules(model))  # once: walks are a good part of what a load of ours takes longer
+    for replaced in built:
+        match = replaced.match
+        rules.setdefault(f"{match.field}[{match.key!r}]", {})[match.original.__name__] = None
+    chosen = {id(replaced.module): not replaced.match.entry.is_registry for replaced in built}
+    modules = list(named_modules(model))  # walked once: walks are a good part of the overhead of a patched load
     plan = resolution.fusion_plan
     fusions = plan.by_path
     patched = [
@@ -250,33 +251,33 @@ def seen(
     functions: Functions = construction.functions or NO_FUNCTIONS
     outcome = outcome_of_modules(construction, model, modules)
     tell_blocks(outcome)
-    # Backwards, so that of a module with several paths the first one comes last.
+    # In reverse, so that of a module with several paths the first one comes last.
     models = [(path, module) for path, module in reversed(modules) if isinstance(module, PreTrainedModel)]
-    follow_no_split_names((each for _, each in models), ((item.original, item.replacement) for item in patched))
+    follow_no_split_names((part for _, part in models), ((item.original, item.replacement) for item in patched))
     record = PatchRecord(
         model_class=stock_class(model),  # type: ignore[arg-type]
         in_force=construction.rules.entries,
         modules=tuple(patched),
         refused=dict(resolution.refused),
         fusion_transforms=plan.transforms,
-        functions=tuple((each.name, full_name(each.replacement), each.callers) for each in functions.replaced),
+        functions=tuple((item.name, full_name(item.replacement), item.callers) for item in functions.replaced),
         rules=(
             *((rule, tuple(names)) for rule, names in rules.items()),
-            *((f"function_mapping[{each.keys[0][1]!r}]", (each.name,)) for each in functions.replaced),
+            *((f"function_mapping[{item.keys[0][1]!r}]", (item.name,)) for item in functions.replaced),
         ),
     )
     paths = {id(module): path for path, module in reversed(modules)}  # the first of several
-    outermost = [(paths[id(each.module)], each) for each in built if each.outermost and id(each.module) in paths]
+    outermost = [(paths[id(item.module)], item) for item in built if item.outermost and id(item.module) in paths]
     return outcome, record, tuple(outermost), models
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Selected(Constructed):
-    """The conversions of the load are known.
+    """The conversions of the load are selected.
 
     Attributes:
-        stock: the conversions of transformers, without what the call renames.
-        key_mapping: that, before anything else.
+        stock: the conversions of transformers, without those of `key_mapping`.
+        key_mapping: the renamings of the call, which run first.
     """
 
     stock: tuple[WeightTransform, ...]
@@ -287,15 +288,16 @@ class Selected(Constructed):
 def select(
     constructed: Constructed, stock: list[WeightTransform], key_mapping: Mapping[str, str] | None
 ) -> tuple[Selected, list[WeightTransform]]:
-    """The conversions of the load, and those that transformers runs: before the quantizer adapts them."""
+    """Return the next state, and the conversions that transformers runs, before the quantizer adapts them."""
     first = len(key_mapping or ())  # what the user's key_mapping says runs first and is never filtered
     record = constructed.record
-    own = tuple(stock[first:])
-    conversions = select_conversions(own, record.patchers, record.fusion_transforms, record.replacements())
-    if constructed.runtime_layout:  # what transformers converts has been converted; a part may be read out of a whole
-        kept_names = tuple(item for item in conversions.kept if not isinstance(item, WeightConverter))
-        conversions = replace(conversions, kept=kept_names)
-    selected = Selected(**vars(constructed), stock=own, conversions=conversions, key_mapping=key_mapping)
+    conversions = select_conversions(stock[first:], record.patchers, record.fusion_transforms, record.replacements())
+    if constructed.runtime_layout:  # conversions have run already; a part may be read out of a whole
+        renamings = tuple(item for item in conversions.kept if not isinstance(item, WeightConverter))
+        conversions = replace(conversions, kept=renamings)
+    selected = Selected(
+        **vars(constructed), stock=tuple(stock[first:]), conversions=conversions, key_mapping=key_mapping
+    )
     return selected, [*stock[:first], *conversions.kept]
 
 
@@ -304,9 +306,9 @@ class Loaded(Selected):
     """The weights have been read, or would have been.
 
     Attributes:
-        info: what transformers knows of the load: missing, unexpected and mismatched keys, errors of conversions.
+        info: the loading info of transformers: missing, unexpected and mismatched keys, errors of conversions.
         routing: where each tensor of the checkpoint goes.
-        disk_index: where transformers finds what the device map puts on the disk.
+        disk_index: the offload index of transformers.
     """
 
     info: Any
@@ -319,8 +321,8 @@ class Finalized(Loaded):
     """The rest of the model has its values as well."""
 
 
-#: Where a load has come to -> the seam that leads on from there.
-_LEADS_ON: dict[type[Request], str] = {
+#: State of a load -> the seam that leads to the next one.
+_NEXT_SEAM: dict[type[Request], str] = {
     Constructed: "get_model_conversion_mapping",
     Selected: "convert_and_load_state_dict_in_model",
     Loaded: "PreTrainedModel._finalize_model_loading",
@@ -328,34 +330,34 @@ _LEADS_ON: dict[type[Request], str] = {
 
 
 def record_load(load: Constructed) -> None:
-    """Put down on the model what was done, by which it is saved, and what is loaded into it later is judged."""
+    """Store on the model what was patched: saves and later loads into it go by that."""
     store_record(load.models, load.record)
     if isinstance(load, Loaded):
         carry_routes(load.model, load.record.routes, load.record.paths_of_replacements)
 
 
 def finish(load: Constructed) -> None:
-    """Add to the record what is known at the end, and warn of what is not as requested.
+    """Complete the record, and warn about whatever isn't as requested.
 
     Raises:
-        PatcherError: transformers has gone around one of the steps, so the weights aren't what was requested.
+        PatcherError: transformers skipped one of the steps, so the weights aren't what was requested.
     """
     diagnostics = load.diagnostics
     if type(load) is not Finalized:
         if not distributed_checkpoint(load.path, load.options):
-            raise not_called(_LEADS_ON[type(load)])
+            raise not_called(_NEXT_SEAM[type(load)])
         record_load(load)  # torch.distributed has read it
-        lenient = [entry for entry in load.own if not entry.patcher.strict]
+        lenient = [entry for entry in load.requested if not entry.patcher.strict]
         diagnostics = diagnostics.with_unused(lenient, load.outcome, load.model_class.__name__)
     total = time.perf_counter() - load.started
     seconds = {"construction": load.seconds, "reading": total - load.seconds, "total": total}
-    record = record_of(load.model) or load.record  # an adapter may have been loaded, too
+    record = record_of(load.model) or load.record  # an adapter that was loaded as well may have changed it
     load.model.__dict__[RECORD] = replace(record, seconds=seconds, warnings=diagnostics.warnings)
     diagnostics.warn()
 
 
 def finish_by_hand(construction: Construction, model: PreTrainedModel) -> None:
-    """Fuse a model that was made without a checkpoint, `Model(config)` or `from_config`, and put that down."""
+    """Fuse a model that was built without a checkpoint, by `Model(config)` or `from_config`, and store its record."""
     fuse_constructed_modules(construction, model)
-    construction.outcome, record, _, models = seen(construction, model)
+    construction.outcome, record, _, models = summarize(construction, model)
     store_record(models, record)

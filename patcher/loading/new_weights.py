@@ -30,9 +30,9 @@ from patcher.construction.in_force import FUSION_CONFIG, LAYOUT
 from patcher.errors import InvalidPatcherError, PatchedWeightsError, warn
 from patcher.expressions import search
 from patcher.layouts.sharded import distribute_like, on_meta, whole
-from patcher.loading.findings import ordered
-from patcher.loading.judgement import expressions_for
+from patcher.loading.findings import sort_names
 from patcher.loading.load import Loaded, Request
+from patcher.loading.reading import expressions_for
 from patcher.loading.record import record_of
 from patcher.loading.saving import SavePlan, plan_original_format
 from patcher.patterns import compress
@@ -234,7 +234,7 @@ def check_new_weights(load: Request, unexpected: Iterable[str]) -> Request:
         text = "\n".join(
             (
                 "The checkpoint has weights that a patcher has added, and this load has no place for them:",
-                *(f"  {key}" for key in compress(ordered(lost))),
+                *(f"  {key}" for key in compress(sort_names(lost))),
                 f"They are of {of}. Load the model with that patcher, from_pretrained(..., patcher=patcher); or leave "
                 f"them out: patcher=Patcher(dropped_weights={expressions_for({*lost}, ())!r}).",
             )
@@ -246,7 +246,7 @@ def check_new_weights(load: Request, unexpected: Iterable[str]) -> Request:
         return load
     own = {name for name, _ in named_parameters(load.model)}
     kept = [name for name in own.intersection(new) if any(search(each, name) for each in declared)]
-    names = ordered({*load.record.new_weights, *kept})
+    names = sort_names({*load.record.new_weights, *kept})
     return replace(load, record=replace(load.record, new_weights=names))
 
 

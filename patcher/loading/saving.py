@@ -219,7 +219,7 @@ def plan_original_format(model: PreTrainedModel) -> SavePlan:
 def _check_runtime_layout(model: PreTrainedModel, record: PatchRecord) -> None:
     """Raise for a model that isn't what the names of its fusions say, which are all that a config can say."""
     named = {identity(transform) for transform in record.fusion_transforms}
-    transforms = [added.transform for route in record.routes for added in route.by]
+    transforms = [added.transform for route in record.routes for added in route.added]
     reasons = [describe(transform) for transform in transforms if identity(transform) not in named]
     reasons += [f"without {describe(transform)}" for transform, _ in record.dropped]
     reasons += [f"{fusion!r}, which no name describes" for fusion in record.fusions if not isinstance(fusion, str)]

@@ -28,7 +28,7 @@ from patcher.layouts.sharded import distribute_like, reshard_modules, whole
 from patcher.layouts.transforms import select_conversions
 from patcher.loading.experts import quantized_experts
 from patcher.loading.record import PatchRecord, record_of
-from patcher.loading.routes import stock_parameters
+from patcher.loading.router import stock_parameters
 from patcher.loading.stock_view import carriers_in, stock_view
 from patcher.patterns import in_state_dict, inside, is_number, without_numbers
 from patcher.resolution.resolution import skeleton

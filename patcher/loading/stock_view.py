@@ -26,7 +26,8 @@ from patcher.layouts.layouts import Layout, Rows
 from patcher.layouts.sharded import whole
 from patcher.layouts.transforms import converts, select_conversions
 from patcher.loading.record import PatchRecord, record_of
-from patcher.loading.routes import Conversions, Route, route, stock_state
+from patcher.loading.router import route, stock_state
+from patcher.loading.routes import Conversions, Route
 from patcher.patterns import compress, in_state_dict, inside, without_numbers
 from patcher.resolution.resolution import resolve_in_force, skeleton
 

@@ -44,7 +44,7 @@ from patcher.loading.load import (
     select,
 )
 from patcher.loading.new_weights import check_new_weights
-from patcher.loading.read import read
+from patcher.loading.reading import read
 from patcher.loading.record import record_of
 from patcher.loading.state_dicts import convert_checkpoint_keys, without_stacking
 from patcher.spec.patcher import Patcher
@@ -78,7 +78,7 @@ def from_pretrained(
             load = _LOAD.get()  # the checkpoint's own config may name fusions
             if dry is not None and isinstance(load, Request) and load.in_force:
                 dry.reached.append(load)
-        if type(load) is Request and load.own:
+        if type(load) is Request and load.requested:
             raise not_constructed_error(load)
         if isinstance(load, Constructed) and dry is None:
             finish(load)
@@ -163,12 +163,14 @@ def _asking_for(names: Iterable[str], origin: str) -> Request:
             f"fusion_config: {KEY!r} applies to a load, and this isn't one. A model that is built otherwise is "
             f"patched by a block: with Patcher(fusions={list(names)!r}).applied(): ..."
         )
-    known = {fusion for entry in load.own if entry.origin in (LAYOUT, origin) for fusion in entry.patcher.fusions}
+    known = {
+        fusion for entry in load.requested if entry.origin in (LAYOUT, origin) for fusion in entry.patcher.fusions
+    }
     entry = InForce(Patcher(fusions=[name for name in names if name not in known]), origin)
     if not entry.patcher.fusions:
         return load
     check_supported((entry,), load.path, load.options)
-    return replace(load, in_force=(*load.in_force, entry), own=(*load.own, entry))
+    return replace(load, in_force=(*load.in_force, entry), requested=(*load.requested, entry))
 
 
 @seam("transformers.modeling_utils:PreTrainedModel.get_init_context")
