@@ -1,4 +1,4 @@
-"""Weight transforms as values, which transformers gives no equality of their own, and which of them a load has."""
+"""Weight transforms: their equality, which transformers doesn't define, and the selection of those of a load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def identity(transform: WeightTransform) -> tuple[Any, ...]:
-    """What two transforms that do the same have in common."""
+    """Return a key that is equal for transforms that do the same."""
     return (type(transform), _frozen(transform_settings(transform)))
 
 
@@ -42,7 +42,7 @@ def _frozen(value: Any) -> Any:
 
 
 def describe(transform: WeightTransform | Layout) -> str:
-    """One line: `q_proj, k_proj, v_proj -> qkv_proj [Concatenate(dim=0)]`."""
+    """Return one line: `q_proj, k_proj, v_proj -> qkv_proj [Concatenate(dim=0)]`."""
     if isinstance(transform, Layout):
         return str(transform)
     arrow = f"{', '.join(source_patterns(transform))} -> {', '.join(target_patterns(transform))}"
@@ -51,13 +51,13 @@ def describe(transform: WeightTransform | Layout) -> str:
 
 
 def is_concatenation(transform: Any) -> bool:
-    """Whether the transform does nothing but concatenate, so that each tensor keeps its shape."""
+    """Whether a transform only concatenates, so that each tensor keeps its shape."""
     operations = getattr(transform, "operations", ())
     return bool(operations) and all(isinstance(operation, Concatenate) for operation in operations)
 
 
 def has_known_operations(transform: WeightTransform) -> bool:
-    """Whether all its operations are of transformers or this package: these depend on no values."""
+    """Whether all operations are those of transformers or this package, which don't depend on values."""
     return all(
         type(operation).__module__.startswith(("transformers.", "patcher."))
         for operation in getattr(transform, "operations", ())
@@ -69,12 +69,11 @@ def has_known_operations(transform: WeightTransform) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Added:
-    """A conversion that comes before those of transformers.
+    """A conversion that precedes those of transformers.
 
     Attributes:
-        modules: the paths of the modules below which its names are matched, of one that a class brings; None for whole
-            names.
-        names_modules: whether it names the modules that it is for itself: that of a fusion.
+        modules: for the conversion of a class, the modules in which its names are matched; None for full names.
+        names_modules: whether its patterns name the modules that it is for: that of a fusion.
     """
 
     transform: WeightTransform
@@ -84,7 +83,7 @@ class Added:
 
 @dataclass(frozen=True, eq=False)
 class SelectedConversions:
-    """The conversions of a load: the dropped ones are gone."""
+    """The conversions of a load."""
 
     added: tuple[Added, ...] = ()
     kept: tuple[WeightTransform, ...] = ()
@@ -98,19 +97,21 @@ def select_conversions(
     fusion_transforms: Iterable[WeightTransform] = (),
     replaced: Iterable[tuple[str, type[nn.Module]]] = (),
 ) -> SelectedConversions:
-    """Filter the stock conversions, and list the others.
+    """Filter the stock conversions, and list the added ones.
 
-    First come those of the patchers, of the innermost first, then what replacement classes bring for their modules.
+    Those of the patchers come first, the innermost first, then those of replacement classes, then those of fusions.
 
     Args:
-        replaced: path -> class of the modules that are replaced.
+        replaced: (path, class) of the modules that are replaced.
     """
     patchers = list(patchers)
     paths: dict[type[nn.Module], list[str]] = {}
     for path, cls in replaced:
         paths.setdefault(cls, []).append(path)
     added = [Added(transform) for patcher in patchers for transform in patcher.extra_weight_conversions]
-    added += [Added(transform, frozenset(found)) for cls, found in paths.items() for transform in conversions_of(cls)]
+    added += [
+        Added(transform, frozenset(modules)) for cls, modules in paths.items() for transform in conversions_of(cls)
+    ]
     added += [Added(transform, names_modules=True) for transform in fusion_transforms]
     filters = [text for patcher in patchers for text in patcher.filtered_weight_conversion_patterns]
     kept: list[WeightTransform] = []
@@ -118,15 +119,15 @@ def select_conversions(
     for conversion in stock:
         written = (*source_patterns(conversion), *target_patterns(conversion)) if filters else ()
         patterns = {*written, *conversion.source_patterns, *conversion.target_patterns} if filters else ()
-        hits = dict.fromkeys(each for text in sorted(patterns) for each in filters if search(each, text))
-        dropped += [(conversion, each) for each in hits]
-        if not hits:
+        matches = dict.fromkeys(item for text in sorted(patterns) for item in filters if search(item, text))
+        dropped += [(conversion, item) for item in matches]
+        if not matches:
             kept.append(conversion)
     return SelectedConversions(tuple(added), tuple(kept), tuple(dropped))
 
 
 def converts(patcher: Patcher) -> bool:
-    """Whether a patcher adds or drops conversions, those of fusions apart."""
+    """Whether a patcher adds or drops conversions, apart from those of fusions."""
     return bool(
         patcher.extra_weight_conversions
         or patcher.filtered_weight_conversion_patterns
@@ -135,6 +136,6 @@ def converts(patcher: Patcher) -> bool:
 
 
 def conversions_of(cls: type) -> tuple[WeightTransform, ...]:
-    """What a replacement class brings: its attribute `conversion_mapping`, as layout classes of transformers do."""
-    given = getattr(cls, "conversion_mapping", ())
-    return (given,) if isinstance(given, WeightTransform) else tuple(given)
+    """Return the `conversion_mapping` of a replacement class, as layout classes of transformers have it."""
+    value = getattr(cls, "conversion_mapping", ())
+    return (value,) if isinstance(value, WeightTransform) else tuple(value)

@@ -1,9 +1,9 @@
-"""Modules that were built anew in the place of those that they replace, with what these hold beyond their config.
+"""Put newly constructed modules into a model, with whatever the modules that they replace have beyond their config.
 
-Three modules decide on each attribute: the one that is replaced, the same as its config constructs it (the base), and
-the new one. What is as in the base is up to the new one. What was changed since goes to the new one, if that has it as
-the base does; anything else is refused, by name. Parameters and persistent buffers are those of the model, the objects
-themselves, but for what conversions make of them: so they stay tied, and frozen, and in the same memory.
+Three modules decide on each attribute: the replaced one, the same as its config constructs it (the base), and the new
+one. If it is as in the base, the new module keeps its own. If it was changed since, it is moved to the new module if
+that has it as the base does; otherwise it is refused, by name. Parameters and persistent buffers are the objects of the
+model, except for those that are converted: so they stay tied and frozen, and in the same memory.
 """
 
 from __future__ import annotations
@@ -22,94 +22,96 @@ from patcher.layouts.layouts import by_itself
 from patcher.loading.unfusing import HOOKS
 from patcher.patterns import compress, inside
 
-#: What torch and transformers keep on a module, and look after themselves.
-_KEPT = {*vars(nn.Module()), "_is_hf_initialized", "_no_split_modules"}
+#: The attributes that torch and transformers keep on every module.
+_COMMON = {*vars(nn.Module()), "_is_hf_initialized", "_no_split_modules"}
 _MISSING: Any = object()
-#: What to do where a module isn't as its config says.
-_FIRST = "Apply the patcher first, and change the result."
+#: The advice for a module that isn't as its config says.
+_PATCH_FIRST = "Apply the patcher first, and change the result."
 
 
 class Weights:
     """The parameters and persistent buffers of new modules.
 
     Args:
-        model: what they are taken from.
-        made: the values of those that aren't those of the same name in the model.
-        made_of: the names of these, and of what conversions make them of, where that is known.
+        model: the model whose tensors they take.
+        converted: the values of those that aren't tensors of the same name in the model.
+        origins: the names of these, and of the parameters from which they are converted, if known.
     """
 
     def __init__(
-        self, model: nn.Module, made: Mapping[str, torch.Tensor], made_of: Mapping[str, Iterable[str]]
+        self, model: nn.Module, converted: Mapping[str, torch.Tensor], origins: Mapping[str, Iterable[str]]
     ) -> None:
-        self.own, self.made, self.made_of = state_tensors(model), made, made_of
-        self._at_place = {_place(each): each for each in self.own.values()}
+        self.state, self.converted, self.origins = state_tensors(model), converted, origins
+        self._by_memory = {_memory(tensor): tensor for tensor in self.state.values()}
 
-    def give(self, path: str, module: nn.Module, old: nn.Module) -> None:
-        """Give a module its own; the others in what takes the place of `old` are given theirs one by one."""
-        device = next((each.device for each in old.parameters()), None)
+    def assign(self, path: str, module: nn.Module, old: nn.Module) -> None:
+        """Assign the tensors of one module, which is the replacement of `old` or a part of it."""
+        device = next((parameter.device for parameter in old.parameters()), None)
         for table in (module._parameters, module._buffers):
-            for key, here in table.items():
+            for key, tensor in table.items():
                 name = inside(path) + key
-                if here is None or key in module._non_persistent_buffers_set:
+                if tensor is None or key in module._non_persistent_buffers_set:
                     continue
-                if name in self.made:
-                    table[key] = self._made(name, isinstance(here, nn.Parameter), old)
-                elif name in self.own and self.own[name].shape == here.shape:
-                    table[key] = self.own[name]  # type: ignore[assignment]
-                elif here.is_meta:
+                if name in self.converted:
+                    table[key] = self._converted(name, isinstance(tensor, nn.Parameter), old)
+                elif name in self.state and self.state[name].shape == tensor.shape:
+                    table[key] = self.state[name]  # type: ignore[assignment]
+                elif tensor.is_meta:
                     raise InvalidPatcherError(
                         f"Patcher.apply finds no weights for {name}: nothing in the model makes it. Load the model "
                         "again with the patcher that it is to have."
                     )
                 elif device is not None:
-                    here.data = here.data.to(device)
+                    tensor.data = tensor.data.to(device)
 
-    def _made(self, name: str, is_parameter: bool, old: nn.Module) -> Any:
-        value = self.made[name]
-        if (same := self._at_place.get(_place(value))) is not None:  # it has another name only
+    def _converted(self, name: str, is_parameter: bool, old: nn.Module) -> Any:
+        value = self.converted[name]
+        if (same := self._by_memory.get(_memory(value))) is not None:  # it was only renamed
             return same
         value = by_itself(value.detach().contiguous())
-        return nn.Parameter(value, self._trains(name, old)) if is_parameter else value
+        return nn.Parameter(value, self._requires_grad(name, old)) if is_parameter else value
 
-    def _trains(self, name: str, old: nn.Module) -> bool:
-        """Whether what is made of parameters is trained, as those are."""
-        parts = {each: self.own[each] for each in self.made_of.get(name, ()) if each in self.own}
-        flags = {each: part.requires_grad for each, part in (parts or dict(named_parameters(old))).items()}
+    def _requires_grad(self, name: str, old: nn.Module) -> bool:
+        """Whether a converted parameter is trained: as those from which it is converted."""
+        parts = {part: self.state[part] for part in self.origins.get(name, ()) if part in self.state}
+        flags = {part: value.requires_grad for part, value in (parts or dict(named_parameters(old))).items()}
         if len(set(flags.values())) > 1:
-            frozen = compress([each for each, is_trained in flags.items() if not is_trained])
+            frozen = compress([part for part, is_trained in flags.items() if not is_trained])
             what = f"is frozen, and others of {', '.join(compress(list(flags)))} aren't"
-            raise _cannot(", ".join(frozen), what, "Freeze all of them or none.")
+            raise _refusal(", ".join(frozen), what, "Freeze all of them or none.")
         return any(flags.values())
 
 
-def _place(tensor: torch.Tensor) -> Any:
-    """The memory that a tensor is, and how."""
+def _memory(tensor: torch.Tensor) -> Any:
+    """Return a key that is equal for tensors that are the same memory in the same form."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def move_attributes(model: PreTrainedModel, base: PreTrainedModel, source: PreTrainedModel) -> None:
-    """Give modules of `source` what those of a model hold whose places they are to take, or raise for what can't be.
+    """Move changed attributes of a model's modules to those of `source` that will replace them, or raise.
 
     Args:
-        base: a model constructed as `model` was, on the meta device.
-        source: the model with the new modules, constructed in the same way with the same config.
+        base: a model constructed like `model`, on the meta device.
+        source: a model with the new modules, constructed in the same way with the same config.
     """
     for path in _outermost(model, source):
         try:
-            old, was = model.get_submodule(path), base.get_submodule(path)
+            old, base_module = model.get_submodule(path), base.get_submodule(path)
         except AttributeError:
-            raise _cannot(path, "was added to the model, or taken out of it", _FIRST) from None
-        olds, expected, news = (dict(named_modules(each, path)) for each in (old, was, source.get_submodule(path)))
+            raise _refusal(path, "was added to the model, or taken out of it", _PATCH_FIRST) from None
+        olds, expected, news = (
+            dict(named_modules(module, path)) for module in (old, base_module, source.get_submodule(path))
+        )
         for name in sorted(expected.keys() | olds.keys()):
             _check_as_constructed(name, olds.get(name), expected.get(name))
         for name, module in expected.items():
-            _move_held(name, olds[name], module, news.get(name))
+            _move(name, olds[name], module, news.get(name))
         for name, module in news.items():
             module.training = olds.get(name, old).training
 
 
 def transplant(model: PreTrainedModel, source: PreTrainedModel, weights: Weights) -> PreTrainedModel:
-    """The model with modules of `source` in the place of its own, after `move_attributes`."""
+    """Replace modules of a model by those of `source`, after `move_attributes`, and return the model."""
     places: dict[nn.Module, list[str]] = {}
     owners: dict[int, set[tuple[nn.Module, str]]] = {}
     for path, module in named_modules(model):
@@ -122,99 +124,103 @@ def transplant(model: PreTrainedModel, source: PreTrainedModel, weights: Weights
         if old not in places:  # one module at several paths
             continue
         for name, module in named_modules(new, path):
-            weights.give(name, module, old)
+            weights.assign(name, module, old)
         for place in places.pop(old):
             parent, _, key = place.rpartition(".")
             if not place:
                 result = new  # type: ignore[assignment]
-            elif (held := model.get_submodule(parent)._modules).get(key) is old:
-                held[key] = new
-    within = tuple(map(inside, outermost))
-    for path in dict.fromkeys(name.rpartition(".")[0] for name in weights.made_of if not name.startswith(within)):
-        weights.give(path, model.get_submodule(path), model.get_submodule(path))
-    now = dict(named_parameters(result))
+            elif (children := model.get_submodule(parent)._modules).get(key) is old:
+                children[key] = new
+    prefixes = tuple(map(inside, outermost))
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in weights.origins if not name.startswith(prefixes)):
+        weights.assign(path, model.get_submodule(path), model.get_submodule(path))
+    after = dict(named_parameters(result))
     for name, parameter in before:
-        if len(owners[id(parameter)]) > 1 and now.get(name) is not parameter:
-            raise _cannot(name, "is tied to another parameter", "Take the tie off, and tie the result.")
+        if len(owners[id(parameter)]) > 1 and after.get(name) is not parameter:
+            raise _refusal(name, "is tied to another parameter", "Take the tie off, and tie the result.")
     return result
 
 
 def _outermost(*models: nn.Module) -> list[str]:
-    """The paths of the modules of one of these that are replaced, but for those below another one."""
-    paths = [path for each in models for path, module in named_modules(each) if ORIGINAL in vars(module)]
-    found: list[str] = []
-    for path in sorted(paths, key=lambda each: (each != "", each.count("."))):
-        if path not in found and not path.startswith(tuple(map(inside, found))):
-            found.append(path)
-    return found
+    """Return the paths of modules that are patched in one of the models, without those below another one."""
+    paths = [path for model in models for path, module in named_modules(model) if ORIGINAL in vars(module)]
+    outermost: list[str] = []
+    for path in sorted(paths, key=lambda path: (path != "", path.count("."))):
+        if path not in outermost and not path.startswith(tuple(map(inside, outermost))):
+            outermost.append(path)
+    return outermost
 
 
-def _cannot(name: str, what: str, instead: str) -> InvalidPatcherError:
+def _refusal(name: str, what: str, advice: str) -> InvalidPatcherError:
     return InvalidPatcherError(
-        f"Patcher.apply: {name} {what}, and that would be lost, for a module there is replaced. {instead}"
+        f"Patcher.apply: {name} {what}, and that would be lost, for a module there is replaced. {advice}"
     )
 
 
 def _check_as_constructed(name: str, module: nn.Module | None, base: nn.Module | None) -> None:
-    """Raise for a part, a parameter or a hook that a model has not from its config."""
-    cls, is_now = type(base), type(module)
-    if any(each.__name__ == "BaseTunerLayer" for each in is_now.__mro__):
-        raise _cannot(name, "has an adapter", "Merge it or unload it, or apply the patcher first.")
-    if module is None or base is None or cls is not is_now:
-        raise _cannot(name, f"is a {is_now.__qualname__} (its config says {cls.__qualname__})", _FIRST)
+    """Raise for submodules, parameters and hooks that a model doesn't have from its config."""
+    cls, expected_cls = type(module), type(base)
+    if any(parent.__name__ == "BaseTunerLayer" for parent in cls.__mro__):
+        raise _refusal(name, "has an adapter", "Merge it or unload it, or apply the patcher first.")
+    if module is None or base is None or expected_cls is not cls:
+        what = f"is a {cls.__qualname__} (its config says {expected_cls.__qualname__})"
+        raise _refusal(name, what, _PATCH_FIRST)
     for hooks in HOOKS[:4]:
         if len(getattr(module, hooks)) > len(getattr(base, hooks)):
-            raise _cannot(name, f"has hooks ({hooks})", "Take them off, and register them on the result.")
+            raise _refusal(name, f"has hooks ({hooks})", "Take them off, and register them on the result.")
     for key in sorted(base._parameters.keys() | module._parameters.keys()):
-        found = [getattr(each, key, None) for each in (module, base)]
-        own, expected = (None if each is None else tuple(each.shape) for each in found)
-        if own != expected:
-            raise _cannot(inside(name) + key, f"has the shape {own} (its config says {expected})", _FIRST)
+        parameters = [getattr(item, key, None) for item in (module, base)]
+        shape, expected = (None if parameter is None else tuple(parameter.shape) for parameter in parameters)
+        if shape != expected:
+            what = f"has the shape {shape} (its config says {expected})"
+            raise _refusal(inside(name) + key, what, _PATCH_FIRST)
 
 
-def _move_held(path: str, old: nn.Module, base: nn.Module, new: nn.Module | None) -> None:
-    """Give a module the attributes and buffers that were changed on the one that it takes the place of."""
-    for key in sorted({*vars(old), *vars(base), *old._non_persistent_buffers_set} - _KEPT):
-        mine, theirs, here = (getattr(module, key, _MISSING) for module in (old, base, new))
-        if isinstance(mine, PretrainedConfig):
-            if new is not None and isinstance(here, PretrainedConfig):
-                new.__dict__[key] = mine  # some modules make a copy of that of the model
+def _move(path: str, old: nn.Module, base: nn.Module, new: nn.Module | None) -> None:
+    """Move the changed attributes and buffers of a module to the one that replaces it."""
+    for key in sorted({*vars(old), *vars(base), *old._non_persistent_buffers_set} - _COMMON):
+        value, base_value, new_value = (getattr(module, key, _MISSING) for module in (old, base, new))
+        if isinstance(value, PretrainedConfig):
+            if new is not None and isinstance(new_value, PretrainedConfig):
+                new.__dict__[key] = value  # some modules copy the config of the model
         elif not key.startswith("_patcher"):
-            is_method = isinstance(mine, MethodType) or callable(getattr(type(new), key, None))
-            is_changed = not _same(mine, theirs)
-            fits = new is not None and not is_method and _same(theirs, here)
+            is_method = isinstance(value, MethodType) or callable(getattr(type(new), key, None))
+            is_changed = not _equal(value, base_value)
+            fits = new is not None and not is_method and _equal(base_value, new_value)
             if is_changed and not fits:
-                raise _cannot(inside(path) + key, "was changed since the model was constructed", _FIRST)
+                raise _refusal(inside(path) + key, "was changed since the model was constructed", _PATCH_FIRST)
             if new is None or not fits:
                 continue
             if key in new._buffers:
-                new._buffers[key] = mine
-            elif is_changed and mine is _MISSING:
+                new._buffers[key] = value
+            elif is_changed and value is _MISSING:
                 new.__dict__.pop(key, None)
             elif is_changed:
-                new.__dict__[key] = mine
+                new.__dict__[key] = value
 
 
-def _same(one: Any, other: Any, depth: int = 0) -> bool:
-    """Whether two values of an attribute, each of a module of its own, are alike."""
-    compares: Any = getattr(type(one), "__eq__")  # noqa: B009
-    if one is other or isinstance(one, nn.Module):
-        return one is other or isinstance(other, nn.Module)
-    if type(one) is not type(other):
+def _equal(first: Any, second: Any, depth: int = 0) -> bool:
+    """Whether the values of an attribute of two modules are equal."""
+    equals: Any = getattr(type(first), "__eq__")  # noqa: B009
+    if first is second or isinstance(first, nn.Module):
+        return first is second or isinstance(second, nn.Module)
+    if type(first) is not type(second):
         return False
-    if isinstance(one, torch.Tensor):
-        if one.is_meta or other.is_meta:
-            return one.is_meta is other.is_meta and one.shape == other.shape
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other.to(one.device))
-    if isinstance(one, MethodType | FunctionType):
-        return one.__code__ is other.__code__
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_same(one[key], other[key], depth) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(_same(*each, depth) for each in zip(one, other, strict=True))
-    if compares is not object.__eq__:
-        equal = one == other
-        return bool(equal.all() if hasattr(equal, "all") else equal)  # an array compares its items
-    if depth > 5 or not hasattr(one, "__dict__"):
+    if isinstance(first, torch.Tensor):
+        if first.is_meta or second.is_meta:
+            return first.is_meta is second.is_meta and first.shape == second.shape
+        return (
+            first.shape == second.shape and first.dtype == second.dtype and torch.equal(first, second.to(first.device))
+        )
+    if isinstance(first, MethodType | FunctionType):
+        return first.__code__ is second.__code__
+    if isinstance(first, Mapping):
+        return first.keys() == second.keys() and all(_equal(first[key], second[key], depth) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(_equal(*pair, depth) for pair in zip(first, second, strict=True))
+    if equals is not object.__eq__:
+        equal = first == second
+        return bool(equal.all() if hasattr(equal, "all") else equal)  # arrays compare item by item
+    if depth > 5 or not hasattr(first, "__dict__"):
         return True
-    return _same(vars(one), vars(other), depth + 1)
+    return _equal(vars(first), vars(second), depth + 1)

@@ -21,7 +21,7 @@ from patcher.errors import InvalidPatcherError, PatchedWeightsError
 from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.conversion import Converted, only_moves
 from patcher.layouts.layouts import Cut, Flatten, Layout, Rows, by_itself
-from patcher.layouts.sharded import distribute_like, reshard_modules, whole
+from patcher.layouts.sharded import distribute_like, full_tensor, reshard_modules
 from patcher.loading.state_dicts import patched_models
 from patcher.loading.stock_view import carriers_in
 from patcher.patterns import compress, inside
@@ -270,7 +270,7 @@ def _converted(
         where: what they are of, for errors.
     """
     result = {
-        name: Record(each.options, {key: whole(value) for key, value in each.state.items()})
+        name: Record(each.options, {key: full_tensor(value) for key, value in each.state.items()})
         for name, each in records.items()
     }
     for layout in layouts:

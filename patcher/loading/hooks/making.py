@@ -1,4 +1,4 @@
-"""The seams where a model is constructed: from a config, or by its class."""
+"""The seams of construction: of a model from a config, or by its class."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ def from_config(
     stock: Stock, cls: type[PreTrainedModel], config: Any, *args: Any, patcher: Patcher | None = None, **kwargs: Any
 ) -> Any:
     is_part = patcher is None and construction_around() is not None
-    entries, own = ((), ()) if is_part else in_force_for(patcher)
-    # For a part as well: a model built by hand doesn't hold it, and this sets torch's default type for the process.
+    entries, requested = ((), ()) if is_part else in_force_for(patcher)
+    # Also for a part: a model built by hand doesn't hold the lock, and this sets torch's default dtype.
     with construction_lock.held_for(cls.__name__):
         if is_part:
-            cover_new_classes()  # of its code, which may just have been imported
+            cover_new_classes()  # its code may just have been imported
         if not entries:
             return stock(cls, config, *args, **kwargs)
         check_supported(entries, None, {})
-        for entry in own:
+        for entry in requested:
             check_pins(entry.patcher, cls)
         construction = Construction(ClassRules(entries), by_hand=True)
         with building(construction):
             model = stock(cls, config, *args, **kwargs)
     check_constructed(construction, cls)
-    Diagnostics().with_unused(own, construction.outcome, cls.__name__).warn()
+    Diagnostics().with_unused(requested, construction.outcome, cls.__name__).warn()
     return model
 
 
 @seam("transformers.modeling_utils:PreTrainedModel.__init__", "config")
 def init(stock: Stock, self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
-    if isinstance(getattr(config, "__dict__", {}).get("patcher"), Patcher):  # configs take whatever they are given
+    if isinstance(getattr(config, "__dict__", {}).get("patcher"), Patcher):  # configs accept any keyword argument
         raise InvalidPatcherError(
             f"patcher= was given to the config of {type(self).__name__}, where no load finds it. Give it to what "
             "loads or makes a model; the parts of one that is put together take encoder_patcher=, decoder_patcher= "
@@ -75,14 +75,14 @@ def init(stock: Stock, self: PreTrainedModel, config: Any, *args: Any, **kwargs:
 
 @seam("transformers.modeling_utils:PreTrainedModel.post_init")
 def post_init(stock: Stock, self: PreTrainedModel) -> None:
-    # Built by hand as well: it rebinds `torch.nn.init` here, and a load in another thread has rebound `tie_weights`.
+    # Also by hand: it rebinds `torch.nn.init`, and a load in another thread has rebound `tie_weights`.
     with construction_lock.held_for(type(self).__name__, or_without=True):
         _initialise(stock, self)
 
 
 @seam("transformers.modeling_utils:patch_output_recorders", "model")
 def modules_are_constructed(stock: Stock, model: PreTrainedModel) -> None:
-    """Fuse a model that is loaded: it has been built, all through, and no quantizer has seen it."""
+    """Fuse a model that is loaded: it is fully constructed, and no quantizer has changed it."""
     construction = construction_around()
     if construction is not None and construction.root is model and not construction.by_hand:
         fuse_constructed_modules(construction, model)
@@ -97,7 +97,7 @@ def _initialise(stock: Stock, self: PreTrainedModel) -> None:
     is_root = construction.root is self
     if is_root and not construction.is_skeleton:
         for entry in construction.rules.entries:
-            if entry.patcher.fingerprints:  # what the model is made of is all imported now
+            if entry.patcher.fingerprints:  # by now all code of the model is imported
                 classes = {stock_class(module) for module in self.modules()}
                 check_built(entry.patcher, classes, all_there=entry.origin == "patcher=")
     if is_root:
