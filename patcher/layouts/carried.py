@@ -105,10 +105,7 @@ class ModuleLayouts:
         return frozenset(name for layout in self.layouts for name in layout.stock)
 
     def separate(self, path: str, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], set[str]]:
-        """Convert the tensors of one module, by their names in it, to the layout of transformers.
-
-        Returns:
-            The tensors in the order of transformers, and the names of those that are tensors of a checkpoint.
+        """Convert the tensors of one module as `separated` does, by their names in the module.
 
         Raises:
             PatchedWeightsError: the module was changed so that they can't be known.
@@ -254,10 +251,7 @@ def fused_modules(model: nn.Module) -> list[Carrier]:
 def separated(
     carrying: Iterable[Carrier], state_dict: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """Convert a state dict to the layout of transformers, in the order of its model.
-
-    Returns:
-        The state dict, and the names of those of its tensors that transformers would convert: tensors of a checkpoint.
+    """Convert a state dict to the layout of transformers; return also which names are tensors of a checkpoint.
 
     Raises:
         PatchedWeightsError: some of it can't be known.

@@ -176,15 +176,11 @@ def convert(layout: Converted, tensors: Sequence[Any], model: Any) -> dict[str, 
 
 @dataclass(eq=False)
 class Group:
-    """What one conversion takes for the parameters of one layer.
-
-    Attributes:
-        first: the first of the parameters.
-        taken: key -> (the source pattern that matches it, the shape of its tensor).
-    """
+    """What one conversion takes for the parameters of one layer, of which `first` is the first."""
 
     transform: WeightConverter
     first: str
+    #: key -> (the source pattern that matches it, the shape of its tensor)
     taken: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
     def add(self, key: str, pattern: str, shape: Iterable[int]) -> None:
@@ -197,12 +193,7 @@ class Group:
         return tuple(sorted(self.taken, key=lambda key: order.get(self.taken[key][0], len(order))))
 
     def layout(self, model: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Converted:
-        """Return the layout, found by running the conversion on the meta device.
-
-        Args:
-            model: the model that operations read.
-            tensors: key -> tensor to run it on instead, for operations that need values.
-        """
+        """Return the layout, found by running the conversion on the meta device, or on tensors by their keys."""
         recorder = _RecordTargets()
         trial = self.make_layout([*reversible(self.transform.operations), recorder])
         on_meta = [torch.empty(shape, device="meta") for shape in trial.stock_shapes]
@@ -221,12 +212,7 @@ class Group:
         shapes: Iterable[torch.Size] = (),
         config: Any = None,
     ) -> Converted:
-        """Return the layout with known results.
-
-        Args:
-            targets: parameter -> its target pattern.
-            shapes: the shapes of the parameters.
-        """
+        """Return the layout with known results; `targets` are parameter -> its target pattern."""
         keys, targets = self.keys, targets or {}
         patterns, stock_shapes = zip(*map(self.taken.__getitem__, keys), strict=True)
         return Converted(

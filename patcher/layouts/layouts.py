@@ -22,11 +22,7 @@ from patcher.errors import InvalidPatcherError
 
 
 def named_parameter(module: Any, name: str) -> nn.Parameter | None:
-    """Return a parameter by its name, None if there is none: torch raises, and reads properties as modules.
-
-    Args:
-        module: the module, or an object with its `_modules` and `_parameters`.
-    """
+    """Return a parameter by its name, None if there is none: torch raises, and reads properties as modules."""
     *path, last = name.split(".")
     for part in path:
         module = module._modules.get(part) if module is not None else None
@@ -200,10 +196,7 @@ def is_alone(tensor: torch.Tensor) -> bool:
 
 
 def by_itself(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with a separate storage in the same memory.
-
-    Pieces of one tensor share its storage, and tensors that share a storage are saved into one shard.
-    """
+    """Return the tensor with a separate storage in the same memory: what shares a storage is saved in one shard."""
     if is_alone(tensor):
         return tensor
     try:

@@ -79,11 +79,7 @@ class KeyResolver:
         return key
 
     def resolve(self, key: str, without: AbstractSet[Added] = frozenset()) -> ResolvedKey:
-        """Return where a key goes.
-
-        Args:
-            without: conversions of patchers to leave out.
-        """
+        """Return where a key goes, without some conversions of patchers."""
         added = [conversion for conversion in self._added if conversion.added not in without]
         if added:
             resolved = next(self._resolutions(key, added), None)

@@ -109,10 +109,7 @@ def to_meta(value: torch.Tensor) -> torch.Tensor:
 
 
 def gather_on_rank_zero(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Gather a state dict into the CPU memory of the first process; the others return {}.
-
-    Tensors that share memory still do afterwards.
-    """
+    """Gather a state dict, and what shares memory in it, on the CPU of the first process; the others return {}."""
     is_first = distributed.get_rank() == 0
     gathered: dict[Any, torch.Tensor] = {}
     result: dict[str, Any] = {}

@@ -36,12 +36,7 @@ def dtype_of(source: Any) -> str:
 
 
 class JoinedRows:
-    """The rows of several tensors, concatenated.
-
-    Args:
-        parts: tensors, or sources.
-        blocks: the number of equal blocks, each with its share of the rows of every part.
-    """
+    """The rows of several tensors or sources, concatenated; in equal blocks with a share of every part, if several."""
 
     def __init__(self, parts: Sequence[Any], blocks: int = 1) -> None:
         sizes = [shape_of(part)[0] for part in parts]
@@ -125,12 +120,9 @@ class Computed:
 
 
 class Computation:
-    """Computes several tensors when one of them is first read, and drops each when it has been read.
+    """Computes several tensors of sources when one of them is first read, and drops each when it has been read.
 
     Thread-safe, since loads read in several threads.
-
-    Args:
-        convert: name of a source -> tensor, to name of a result -> tensor.
     """
 
     def __init__(
@@ -178,10 +170,7 @@ def fused_sources(layout: Layout, sources: Sequence[Any]) -> list[Any]:
 
 
 def concatenate(pieces: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate rows; without a copy if they are adjacent in memory, as they may be in a memory-mapped file.
-
-    A load on the CPU only maps the file, so a copy would take most of the time and twice the memory.
-    """
+    """Concatenate rows; without a copy if they are adjacent in memory, as they may be in a memory-mapped file."""
     first = pieces[0]
     if len(pieces) == 1:
         return first
@@ -209,10 +198,7 @@ def named_sources(sources: Mapping[str, Any]) -> tuple[dict[str, Any], WeightCon
 
 
 class _ReadSource(WeightConverter):
-    """Makes a load read sources as the parameters that they are for, without any other conversion.
-
-    The name of a fused parameter may match a conversion of transformers: `experts.0.gate_proj.weight`.
-    """
+    """Reads sources under any names, since those of fused parameters may match conversions of transformers."""
 
     __slots__ = ("_targets",)
     PREFIX = "patcher:"

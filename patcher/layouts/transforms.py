@@ -69,15 +69,12 @@ def has_known_operations(transform: WeightTransform) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Added:
-    """A conversion that precedes those of transformers.
-
-    Attributes:
-        modules: for the conversion of a class, the modules in which its names are matched; None for full names.
-        names_modules: whether its patterns name the modules that it is for: that of a fusion.
-    """
+    """A conversion that precedes those of transformers."""
 
     transform: WeightTransform
+    #: the paths of the modules in which names are matched, for the conversion of a class; None for full names
     modules: frozenset[str] | None = None
+    #: whether its patterns name the modules that it is for: that of a fusion
     names_modules: bool = False
 
 
@@ -97,13 +94,7 @@ def select_conversions(
     fusion_transforms: Iterable[WeightTransform] = (),
     replaced: Iterable[tuple[str, type[nn.Module]]] = (),
 ) -> SelectedConversions:
-    """Filter the stock conversions, and list the added ones.
-
-    Those of the patchers come first, the innermost first, then those of replacement classes, then those of fusions.
-
-    Args:
-        replaced: (path, class) of the modules that are replaced.
-    """
+    """Filter the stock conversions, and list the added ones: of patchers, of replacement classes, of fusions."""
     patchers = list(patchers)
     paths: dict[type[nn.Module], list[str]] = {}
     for path, cls in replaced:

@@ -48,8 +48,7 @@ from patcher.loading.initial_values import InitialValues
 from patcher.loading.load import Constructed, Loaded, Request, check_supported, construct, select, summarize
 from patcher.loading.reading import check_weights, stock_routing
 from patcher.loading.record import RECORD, PatchRecord, record_of, store_record
-from patcher.loading.router import route
-from patcher.loading.routes import Conversions
+from patcher.loading.router import Router
 from patcher.loading.saving import saved_state_dict
 from patcher.loading.state_dicts import original_state_dict
 from patcher.loading.stock_view import carriers_in, carry_routes
@@ -149,10 +148,7 @@ def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _replaced(patcher: Patcher, model: PreTrainedModel) -> tuple[PreTrainedModel, PatchRecord]:
-    """Put the replacements of a patcher into a stock model, and return it with the record.
-
-    The steps are those of a load, but weights that the model has as they are aren't read.
-    """
+    """Put the replacements of a patcher into a stock model, in the steps of a load, and return it with the record."""
     entry = InForce(patcher.replace(fusions=(), function_mapping={}, transformers="", fingerprints={}), "patcher=")
     check_supported((entry,), None, {})
     base, load = _construct(model).model, _construct(model, (entry,), requested=(entry,))
@@ -160,9 +156,10 @@ def _replaced(patcher: Patcher, model: PreTrainedModel) -> tuple[PreTrainedModel
     _check_not_added(load, model, base)
     set_used_conversions(model, (), None)  # a key_mapping of its load would rename the weights
     selected, mapping = select(load, stock_conversions(load.model), None)
-    conversions = Conversions(mapping, selected.conversions.added, 0, load.record.paths_of_replacements)
+    added, replaced = selected.conversions.added, load.record.paths_of_replacements
     checkpoint = _checkpoint(model, base)
-    routing = route(load.model, checkpoint, conversions, dtype=lambda name: model.dtype)
+    router = Router(load.model, checkpoint, mapping, added, replaced=replaced, dtype=lambda name: model.dtype)
+    routing = router.run()
     if problem := routing.problem or routing.failure:
         raise problem
     route_stock = partial(stock_routing, selected, checkpoint)

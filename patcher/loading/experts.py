@@ -43,11 +43,7 @@ def group_by_layer(keys: Iterable[str]) -> dict[str, dict[str, str]]:
 def expert_checkpoint_names(
     carrier: Carrier, state_dict: Mapping[str, torch.Tensor], revert: Revert
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return key of a state dict -> key in the checkpoint, for the experts of a module.
-
-    Returns:
-        All tensors of those that are quantized, and the weights of the others.
-    """
+    """Return key of a state dict -> key in the checkpoint: for quantized experts, and for weights of the others."""
     quantized: dict[str, str] = {}
     plain: dict[str, str] = {}
     tensors = group_by_layer(key for key in state_dict if key.startswith(carrier.prefix))
@@ -68,13 +64,10 @@ def expert_checkpoint_names(
 def quantized_experts(
     model: PreTrainedModel, checkpoint: Iterable[str], fused: Iterable[Carrier], state: Iterable[str]
 ) -> dict[str, tuple[str, Layout]]:
-    """Return key -> (parameter or buffer, layout) of experts that the checkpoint has quantized layer by layer.
+    """Return key -> (name in the model's state, layout) of experts that the checkpoint has quantized one by one.
 
-    The quantizer has replaced the weights of such layers by tensors of its own, also in the model. Layers among them
-    that it left in full precision are read one by one as well.
-
-    Args:
-        state: the names of the model's state dict.
+    The quantizer has replaced their weights by tensors of its own, also in the model. Layers among them that it left
+    in full precision are read one by one as well.
     """
     experts: dict[str, tuple[str, Layout]] = {}
     tensors, keys = group_by_layer(state), group_by_layer(checkpoint)
@@ -100,8 +93,7 @@ def _expert_weights(carrier: Carrier) -> Iterator[tuple[Matrices, dict[str, str]
 def expert_keys(prefix: str, layout: Matrices, revert: Revert) -> dict[str, str]:
     """Return parameter of one expert -> its key in the checkpoint, {} if they haven't a key each.
 
-    They are found by reverting a stack of small matrices with distinct values, each of which has to be returned
-    unchanged.
+    They are found by reverting a stack of small matrices with distinct values, which have to be returned unchanged.
     """
     experts, rows = layout.stock_shapes[0][0], 2 * layout.parts
     shape = (experts, 3, rows) if layout.transposed else (experts, rows, 3)

@@ -94,11 +94,7 @@ class Diagnostics:
 def outcome_of_modules(
     construction: Construction, model: PreTrainedModel | None = None, modules: Iterable[tuple[str, nn.Module]] = ()
 ) -> Outcome:
-    """Return which parts of the patchers in force affected the modules of a model, and why the others didn't.
-
-    Args:
-        modules: those of the model; without any, no part has an effect.
-    """
+    """Return which parts of the patchers in force affected the modules of a model, and why the others didn't."""
     resolution: Resolution = construction.resolution or NO_CHANGE
     plan, functions = resolution.fusion_plan, construction.functions or NO_FUNCTIONS
     stock = [(path, stock_class(module)) for path, module in modules]

@@ -218,11 +218,9 @@ class InitialValues:
         return [layout for layout in layouts if self.drawn.issuperset(layout.fused)]
 
     def _expert_values(self) -> dict[str, torch.Tensor]:
-        """Return the initial values of missing weights outside of replacements, as transformers draws them.
+        """Draw the missing weights outside of replacements on a stock model, from the random state of before.
 
-        It draws parameter by parameter, in the order of the model, where a stack of experts is one parameter. Here
-        its layers would be drawn one after the other. So all missing weights are drawn again on a stock model, from
-        the random state of before; the random state afterwards is that of transformers.
+        Stock draws a stack of experts as one parameter; here its layers would be drawn one after the other.
         """
         layouts, model_class = self._drawn_layouts(), self.load.record.model_class
         others = self.drawn - {name for layout in layouts for name in layout.fused}

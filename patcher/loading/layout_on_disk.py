@@ -25,12 +25,7 @@ from patcher.fusions.config import names_in_file
 
 
 def fusions_of_layout(path: Any, options: Mapping[str, Any], variant: str | None = None) -> list[str]:
-    """Return the fusions of the runtime layout that a load reads; none if it reads another checkpoint.
-
-    Args:
-        path: a folder, a repo, or a file of weights.
-        options: the keyword arguments of `from_pretrained`, some of which locate the files on the hub.
-        variant: the variant that the load requests.
+    """Return the fusions of the runtime layout that a load reads from a folder, repo or file; none for other weights.
 
     Raises:
         PatchedWeightsError: the layout can't be known: no config names its fusions, or there are other weights too.
@@ -95,13 +90,7 @@ def check_save_options(variant: str | None, *, is_pushed: bool, in_layout: bool)
 
 
 def remove_stale_weights(folder: str | os.PathLike[str], *, in_layout: bool) -> None:
-    """Remove weights that earlier saves in the other format have left in a folder.
-
-    transformers itself has removed stale shards of the same format.
-
-    Args:
-        in_layout: whether the weights that were just written are in a runtime layout.
-    """
+    """Remove weights of earlier saves in the other format; transformers has removed stale shards of the same one."""
     names = {file.name for file in Path(folder).iterdir()} if Path(folder).is_dir() else set()
     if in_layout:
         single, index = whole_names(VARIANT)[:2]

@@ -273,13 +273,9 @@ def summarize(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Selected(Constructed):
-    """The conversions of the load are selected.
+    """The conversions of the load are selected."""
 
-    Attributes:
-        stock: the conversions of transformers, without those of `key_mapping`.
-        key_mapping: the renamings of the call, which run first.
-    """
-
+    #: the conversions of transformers, without those of `key_mapping`, which run first
     stock: tuple[WeightTransform, ...]
     conversions: SelectedConversions
     key_mapping: Mapping[str, str] | None = None

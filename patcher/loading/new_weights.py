@@ -3,9 +3,9 @@
     adapter.weight  -->  model.safetensors, metadata: {"patcher_new_weights": '{"of": "mine", "names": [...]}'}
                     -->  save_new_weights(model, folder): new_weights.safetensors, patcher.json, README.md
 
-transformers ignores tensors of a checkpoint that the model doesn't have, with a line in a table of its log: without the
-patcher, a model would compute as if it had no adapter. Files without this metadata (`.bin`, or those that other tools
-wrote) name no new weights, so the table is the only sign.
+transformers ignores tensors of a checkpoint that the model doesn't have, with a line in a table of its log: without
+the patcher, a model would compute as if it had no adapter. Files without this metadata (`.bin`, or those that other
+tools wrote) name no new weights, so the table is the only sign.
 """
 
 from __future__ import annotations
@@ -157,11 +157,7 @@ def _patcher_of(model: nn.Module) -> Patcher:
 
 
 def new_weights(model: PreTrainedModel, plan: SavePlan | None = None) -> dict[str, str]:
-    """Return name in the checkpoint -> parameter, for weights that patchers declare as new.
-
-    Args:
-        plan: the plan of saving the model in the original format, if there is one already.
-    """
+    """Return name in the checkpoint -> parameter, for weights that patchers declare as new."""
     record, expressions = record_of(model), _patcher_of(model).new_weights
     if record is None or not expressions:
         return {}

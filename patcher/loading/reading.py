@@ -30,8 +30,8 @@ from patcher.layouts.sources import named_sources
 from patcher.layouts.transforms import converts, is_concatenation
 from patcher.loading.findings import fold_names, outcome_of_weights, sort_names
 from patcher.loading.load import Loaded, Selected
-from patcher.loading.router import arrange_in_blocks, route
-from patcher.loading.routes import Conversions, Routing, unfit_error
+from patcher.loading.router import Router, arrange_in_blocks
+from patcher.loading.routes import Routing, unfit_error
 from patcher.patterns import inside
 from patcher.resolution.resolution import skeleton
 
@@ -45,11 +45,8 @@ def read(
     """Check the names and shapes of a checkpoint, then have its weights read.
 
     Args:
-        read_weights: called with a checkpoint and a load config; returns the loading info and the offload index of
-            transformers.
-
-    Returns:
-        The next state of the load, and what `read_weights` returned.
+        read_weights: called with a checkpoint and a load config; returns the loading info and the offload index, which
+            are returned with the next state of the load.
 
     Raises:
         UnmatchedPatchError: a filter or a conversion had no effect.
@@ -90,7 +87,7 @@ def stock_routing(selected: Selected, checkpoint: Mapping[str, Any]) -> Routing:
     """Return the routing of a checkpoint into the stock model."""
     stock = skeleton(selected.record.model_class, selected.model.config)
     conversions = stock_conversions(stock, dict(selected.key_mapping) if selected.key_mapping else None)
-    return route(stock, checkpoint, Conversions(conversions), unknown=_unknown_keys(selected))
+    return Router(stock, checkpoint, conversions, unknown=_unknown_keys(selected)).run()
 
 
 def _unknown_keys(selected: Selected) -> frozenset[str]:
@@ -110,15 +107,18 @@ def _route(selected: Selected, checkpoint: Mapping[str, Any], mapping: list[Any]
         planned = next((kind for pattern, kind in plan.items() if re.search(pattern.replace("*", ".*"), name)), None)
         return planned or (state[name].dtype if name in state else torch.get_default_dtype())
 
-    added, replaced = selected.conversions.added, selected.record.paths_of_replacements
-    return route(
+    router = Router(
         model,
         checkpoint,
-        Conversions(mapping, added, len(selected.key_mapping or ()), replaced),
+        mapping,
+        selected.conversions.added,
+        num_key_mapping=len(selected.key_mapping or ()),
+        replaced=selected.record.paths_of_replacements,
         unknown=_unknown_keys(selected),
         quantizer=load_config.hf_quantizer,
         dtype=dtype if selected.dry_run is None else None,
     )
+    return router.run()
 
 
 def _route_runtime_layout(model: PreTrainedModel, checkpoint: Mapping[str, Any], mapping: list[Any]) -> Routing:
@@ -131,7 +131,7 @@ def _route_runtime_layout(model: PreTrainedModel, checkpoint: Mapping[str, Any],
     weights = {name: checkpoint[key] for name, key in keys.items()}
     # A base model accepts the names of a model with a head, and vice versa.
     placed = {with_model_prefix(name, model, state): tensor for name, tensor in weights.items()}
-    routing = route(model, placed, Conversions())
+    routing = Router(model, placed).run()
     routing.rest, routing.sources, routing.is_runtime_layout = weights, {}, True
     layouts = [layout for carrier in fused_modules(model) for layout in carrier.fused]
     if any(map(lies_in_blocks, layouts)):
@@ -149,11 +149,7 @@ def check_weights(
     info: Any,
     stock_routing: Callable[[], Routing],
 ) -> Loaded:
-    """Check that the weights are what was requested, and record what was done with them.
-
-    Args:
-        info: the loading info of transformers, or what it is expected to be.
-        stock_routing: returns the routing of the checkpoint into the stock model.
+    """Check by the loading info, or an expected one, that the weights are what was requested, and record them.
 
     Raises:
         UnmatchedPatchError: a filter or a conversion had no effect.
@@ -229,11 +225,7 @@ class _Weights:
         return [key for key in keys if any(search(text, key) for text in expressions)]
 
     def joining_error(self, stock: Routing) -> PatchedWeightsError | None:
-        """Return the error for parts that conversions of patchers join, and that are missing or don't fit.
-
-        Args:
-            stock: the routing into the stock model: misfitting parts may add up to the shape of the whole.
-        """
+        """Return the error for parts that patchers join, and that are missing or don't fit the stock model."""
         absent, resolve = self.routing.absent - ties(self.model).keys() - {*self.new}, self.routing.resolve
         sources = {name: key for name in stock.missing_keys if absent and (key := resolve(name)).added}
         joining = [item for item in self.routing.routes if item.added and is_concatenation(item.added[-1].transform)]
@@ -351,11 +343,7 @@ def _ancestor(key: str, levels: int) -> str:
 
 
 def transpositions(mismatched: Iterable[tuple[str, Iterable[int], Iterable[int]]]) -> list[str]:
-    """Return the conversions, as code, of parameters that the checkpoint has transposed.
-
-    Args:
-        mismatched: (parameter, shape in the checkpoint, shape in the model).
-    """
+    """Return the conversions, as code, for mismatched keys that the checkpoint has transposed."""
     names = sorted(
         name
         for name, shape, expected in mismatched

@@ -27,35 +27,11 @@ from patcher.layouts.names import KeyResolver, ResolvedKey
 from patcher.layouts.sources import Computation, Computed, dtype_of, fused_sources, in_blocks, shape_of
 from patcher.layouts.transforms import Added, describe, has_known_operations
 from patcher.loading.experts import Revert, default_revert, expert_keys, group_by_layer, quantized_experts
-from patcher.loading.routes import Conversions, Route, Routing, conversion_error, partial_match_error, unfit_error
+from patcher.loading.routes import Route, Routing, conversion_error, partial_match_error, unfit_error
 from patcher.patterns import compress, inside
 
 #: The prefixes of safetensors' names for types of one byte.
 _BYTES = ("I8", "U8", "F8")
-
-
-def route(
-    model: PreTrainedModel,
-    checkpoint: Mapping[str, Any],
-    conversions: Conversions,
-    *,
-    unknown: AbstractSet[str] = frozenset(),
-    quantizer: Any = None,
-    dtype: Callable[[str], torch.dtype] | None = None,
-) -> Routing:
-    """Route the keys of a checkpoint.
-
-    Args:
-        checkpoint: tensors, or objects with their shapes.
-        unknown: the keys whose shapes are unknown: they are taken to fit.
-        quantizer: that of the load; weights that it has written are read unchanged, or refused.
-        dtype: returns the dtype that a parameter will have; None if nothing will be read.
-
-    Raises:
-        PatchedWeightsError: a conversion has targets in modules that are replaced and in others, where the tensors of
-            the checkpoint don't fit unchanged.
-    """
-    return _Router(model, checkpoint, conversions, unknown, quantizer, dtype).run()
 
 
 def stock_state(state: Mapping[str, torch.Tensor], layouts: Iterable[Layout]) -> dict[str, torch.Tensor]:
@@ -78,13 +54,8 @@ def stock_parameters(
     conversions: Sequence[WeightTransform],
     checkpoint: Mapping[str, Any],
 ) -> dict[str, torch.Tensor] | None:
-    """Convert a checkpoint to parameters of the stock model; None if some can't be made.
-
-    Args:
-        stock: the state dict of the stock model.
-        names: the parameters to return.
-    """
-    router = _Router(model, checkpoint, Conversions(conversions), stock=(stock, names))
+    """Convert a checkpoint to named parameters of the stock model with this state dict; None if some can't be made."""
+    router = Router(model, checkpoint, conversions, stock=(stock, names))
     router.route_keys(sorted(checkpoint, key=dot_natural_key))
     if any(router.problems.values()):
         return None
@@ -93,28 +64,36 @@ def stock_parameters(
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """A stock parameter that is a part of a fused one: the source that it is read from, and its keys.
-
-    Attributes:
-        stacked: the tensors of the checkpoint for these keys, if transformers only moves their values.
-    """
+    """A stock parameter that is a part of a fused one: the source that it is read from, and its keys."""
 
     source: Any
     keys: tuple[str, ...]
+    #: the tensors of the checkpoint for these keys, if transformers only moves their values
     stacked: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
-class _Router:
-    """The state of one routing.
+class Router:
+    """Routes the keys of a checkpoint, by `run`.
 
     Args:
+        checkpoint: tensors, or objects with their shapes.
+        mapping: the conversions of transformers, as adapted by a quantizer.
+        added: those of patchers.
+        num_key_mapping: how many of `mapping`, the first ones, are those of a `key_mapping`.
+        replaced: the paths of the modules that mappings have replaced.
+        unknown: the keys whose shapes are unknown: they are taken to fit.
+        quantizer: that of the load; weights that it has written are read unchanged, or refused.
+        dtype: returns the dtype that a parameter will have; None if nothing will be read.
         stock: the state dict of the model without its fusions, and which names of it are parts of fused parameters.
     """
 
     model: PreTrainedModel
     checkpoint: Mapping[str, Any]
-    conversions: Conversions
+    mapping: Sequence[WeightTransform] = ()
+    added: Sequence[Added] = ()
+    num_key_mapping: int = 0
+    replaced: tuple[str, ...] = ()
     unknown: AbstractSet[str] = frozenset()
     quantizer: Any = None
     dtype: Callable[[str], torch.dtype] | None = None
@@ -146,6 +125,12 @@ class _Router:
         return default_revert(self.model)
 
     def run(self) -> Routing:
+        """Return the routing.
+
+        Raises:
+            PatchedWeightsError: a conversion has targets in modules that are replaced and in others, where the tensors
+                of the checkpoint don't fit unchanged.
+        """
         is_quantized = is_prequantized(self.quantizer)
         experts = quantized_experts(self.model, self.checkpoint, self.carriers, self.state) if is_quantized else {}
         self.route_keys(sorted((key for key in self.checkpoint if key not in experts), key=dot_natural_key))
@@ -169,17 +154,14 @@ class _Router:
 
     def _resolve(self, keys: list[str]) -> dict[str, ResolvedKey]:
         """Resolve keys; a conversion of a patcher applies to what the patcher has replaced, if that is enough."""
-        conversions = self.conversions
-        resolver = self.resolver = KeyResolver(
-            self.model, self.stock_state, conversions.mapping, conversions.added, conversions.num_key_mapping
-        )
-        self.routing.resolve = resolver.resolve
+        resolver = KeyResolver(self.model, self.stock_state, self.mapping, self.added, self.num_key_mapping)
+        self.resolver, self.routing.resolve = resolver, resolver.resolve
         resolved = {key: resolver.resolve(key) for key in keys}
-        paths = tuple(inside(path) for path in conversions.replaced)
-        if not paths or "" in conversions.replaced:
+        paths = tuple(map(inside, self.replaced))
+        if not paths or "" in self.replaced:
             return resolved
         excluded: dict[str, frozenset[Added]] = {}
-        for added in conversions.added:
+        for added in self.added:
             if added.modules is not None or added.names_modules:
                 continue
             taken = {key: entry for key, entry in resolved.items() if added in entry.added}
@@ -267,7 +249,7 @@ class _Router:
             return
         sources = {key: self.routing.rest.pop(key) for key in group.keys}
         computation = Computation(partial(self._run, layout, is_carried), sources)
-        is_stacked = only_moves(group.transform) and not (added or self.conversions.num_key_mapping)
+        is_stacked = only_moves(group.transform) and not (added or self.num_key_mapping)
         dtype = dtype_of(next(iter(sources.values()))) if sources else ""
         for name, shape in shapes.items():
             source = Computed(computation, name, shape, dtype)
@@ -400,7 +382,7 @@ class _Router:
             is_companion = _is_below(key, layers) and not key.endswith((".weight", ".bias"))
             if key in self.routing.rest and (is_companion or _is_below(name, fused)):
                 self.problems["quantized"].append(key)
-        if not (keeps or (is_quantized and self.conversions.added)):
+        if not (keeps or (is_quantized and self.added)):
             return
         for layer, keys in group_by_layer(key for key in self.checkpoint if key not in experts).items():
             is_of_bytes = "weight" in keys and dtype_of(self.checkpoint[keys["weight"]]).startswith(_BYTES)
@@ -426,12 +408,7 @@ class _Router:
 
 
 def arrange_in_blocks(rest: dict[str, Any], keys: Mapping[str, str], layouts: Iterable[Layout]) -> None:
-    """Arrange the rows of a checkpoint in the runtime layout in the blocks that tensor-parallel processes share.
-
-    Args:
-        rest: the checkpoint, which is changed.
-        keys: parameter -> its key in the checkpoint.
-    """
+    """Arrange rows of a checkpoint in the runtime layout, in place, in the blocks of tensor parallelism."""
     for layout in filter(lies_in_blocks, layouts):
         for name in layout.fused:
             if name in keys:

@@ -108,23 +108,6 @@ class Routing:
         return {name: getattr(self, name) for name in names}
 
 
-@dataclass(frozen=True, eq=False)
-class Conversions:
-    """The conversions of a load.
-
-    Attributes:
-        mapping: those of transformers, as adapted by a quantizer, beginning with those of a `key_mapping`.
-        added: those of patchers.
-        num_key_mapping: how many of `mapping` are those of a `key_mapping`.
-        replaced: the paths of the modules that mappings have replaced.
-    """
-
-    mapping: Sequence[WeightTransform] = ()
-    added: Sequence[Added] = ()
-    num_key_mapping: int = 0
-    replaced: tuple[str, ...] = ()
-
-
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 

@@ -89,10 +89,7 @@ class SavePlan:
         return saved | {name: state_dict[key] for key, name in {**unstacked, **renamed}.items()}
 
     def on_meta(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return what `saved_state_dict` does on the meta device, at no cost.
-
-        Tensors of a quantizer's own type stay as they are: by their type they can't be separated.
-        """
+        """Return what `saved_state_dict` does on the meta device; a quantizer's own tensors stay as they are."""
         with torch.inference_mode(False), torch.no_grad():
             inputs = {key: to_meta(value) for key, value in state_dict.items()}
             versions = {key: value._version for key, value in inputs.items() if value.is_meta}

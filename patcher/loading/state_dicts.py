@@ -168,10 +168,8 @@ def convert_checkpoint_keys(
 ) -> None:
     """Replace tensors of a checkpoint in a state dict by the stock parameters that they are converted to.
 
-    A load runs the conversions of transformers, `load_state_dict` doesn't. A patched model accepts keys of checkpoints
-    in both, because tools save it with `save_pretrained` and read that with `load_state_dict`.
-
-    Parameters of which the state dict has only some tensors keep the other values.
+    Tools save a model with `save_pretrained` and read that with `load_state_dict`, which runs no conversions of
+    transformers. Parameters of which the state dict has only some tensors keep the other values.
     """
     keys = {key.removeprefix(prefix): key for key in state_dict if key.startswith(prefix)}
     reshard_modules(model)
@@ -228,11 +226,7 @@ def converted_to_parameters(
 ) -> tuple[dict[str, torch.Tensor], list[str], list[str]]:
     """Convert tensors of a checkpoint to stock parameters; return these, the keys that were taken, and absent keys.
 
-    Args:
-        stock: the state dict of the stock model, on the meta device.
-        patchers: their filters drop conversions.
-        values: returns the current values of stock parameters, which fill in for absent tensors; without it,
-            incomplete tensors aren't converted.
+    Current values of stock parameters fill in for absent tensors; without them, incomplete tensors aren't converted.
     """
     view: Any = ModelView(model, get_parameter=stock.__getitem__, state_dict=lambda: stock)
     conversions = select_conversions(stock_conversions(model), patchers).kept

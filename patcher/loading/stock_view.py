@@ -26,8 +26,8 @@ from patcher.layouts.layouts import Layout, Rows
 from patcher.layouts.sharded import full_tensor
 from patcher.layouts.transforms import converts, select_conversions
 from patcher.loading.record import PatchRecord, record_of
-from patcher.loading.router import route, stock_state
-from patcher.loading.routes import Conversions, Route
+from patcher.loading.router import Router, stock_state
+from patcher.loading.routes import Route
 from patcher.patterns import compress, in_state_dict, inside, without_numbers
 from patcher.resolution.resolution import resolve_in_force, skeleton
 
@@ -100,12 +100,7 @@ def _view(model: nn.Module, carrying: list[Carrier]) -> StockView:
 
 
 def carry_routes(model: PreTrainedModel, routes: Iterable[Route], replaced: Iterable[str]) -> None:
-    """Have each replaced module carry the layouts of its weights; the model itself, those across several modules.
-
-    Args:
-        routes: the routes of patchers' conversions.
-        replaced: the paths of the modules.
-    """
+    """Have each replaced module carry the layouts of its weights; the model itself, those across several modules."""
     paths = sorted(replaced, key=len, reverse=True)
     by_module: dict[str, list[Layout]] = {}
     for layout in _carried_layouts(routes):
@@ -129,10 +124,7 @@ def _carried_layouts(routes: Iterable[Route]) -> list[Layout]:
 
 
 def carriers_in(model: nn.Module) -> list[Carrier]:
-    """Return the modules of a model that carry layouts, also if the model was made without a checkpoint.
-
-    The conversions of such a model have not run yet: they are found when they are first needed.
-    """
+    """Return the modules of a model that carry layouts; without a checkpoint, these are found when first needed."""
     for _, part in named_modules(model):
         record = record_of(part)
         if record is None or record.read or not isinstance(part, PreTrainedModel):
@@ -146,14 +138,7 @@ def carriers_in(model: nn.Module) -> list[Carrier]:
 def routes_from_scratch(
     model: PreTrainedModel, record: PatchRecord, stock: Callable[[], PreTrainedModel] | None = None
 ) -> tuple[tuple[Route, ...], tuple[WeightTransform, ...]]:
-    """Return the conversions of a model that was made without a checkpoint: those of loading the stock model's.
-
-    Args:
-        stock: returns the stock model on the meta device.
-
-    Returns:
-        The routes that modules carry, and the conversions of transformers that take part.
-    """
+    """Return the carried routes and the used stock conversions for loading a checkpoint of the stock model."""
     conversions = stock_conversions_from_scratch(model)
     fusions = record.fusion_transforms
     if record.fused and record.is_part:  # its names differ from those in the whole model
@@ -165,9 +150,8 @@ def routes_from_scratch(
         return (), selected.kept
     stock_model = stock() if stock is not None else skeleton(record.model_class, model.config)
     checkpoint = stock_revert(stock_model, dict(stock_model.state_dict()))
-    routing = route(
-        model, checkpoint, Conversions(selected.kept, selected.added, replaced=record.paths_of_replacements)
-    )
+    router = Router(model, checkpoint, selected.kept, selected.added, replaced=record.paths_of_replacements)
+    routing = router.run()
     return tuple(item for item in routing.routes if item.is_carried), tuple(routing.used)
 
 
@@ -198,12 +182,7 @@ def layer_name(name: str) -> str:
 
 
 def check_no_part_named(what: str, named: Iterable[str], parts: Parts) -> None:
-    """Raise if something names parts of other parameters.
-
-    Args:
-        what: the argument that names them.
-        named: the parts that are named.
-    """
+    """Raise if an argument names parts of other parameters."""
     named = sorted(named)
     if not named:
         return

@@ -2,8 +2,8 @@
 
 Three modules decide on each attribute: the replaced one, the same as its config constructs it (the base), and the new
 one. If it is as in the base, the new module keeps its own. If it was changed since, it is moved to the new module if
-that has it as the base does; otherwise it is refused, by name. Parameters and persistent buffers are the objects of the
-model, except for those that are converted: so they stay tied and frozen, and in the same memory.
+that has it as the base does; otherwise it is refused, by name. Parameters and persistent buffers are the objects of
+the model, except for those that are converted: so they stay tied and frozen, and in the same memory.
 """
 
 from __future__ import annotations
@@ -90,9 +90,7 @@ def _memory(tensor: torch.Tensor) -> Any:
 def move_attributes(model: PreTrainedModel, base: PreTrainedModel, source: PreTrainedModel) -> None:
     """Move changed attributes of a model's modules to those of `source` that will replace them, or raise.
 
-    Args:
-        base: a model constructed like `model`, on the meta device.
-        source: a model with the new modules, constructed in the same way with the same config.
+    The three models are constructed with the same config; `base` is like `model`, on the meta device.
     """
     for path in _outermost(model, source):
         try:

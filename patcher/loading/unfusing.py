@@ -44,15 +44,12 @@ def unfuse(
     reason: str,
     replacements: Collection[type] = (),
 ) -> list[str]:
-    """Restore the class and the layers of fused modules, after all of them have been checked.
+    """Restore the class and the layers of fused modules, after all of them have been checked; return their paths.
 
     Args:
         predicate: whether to unfuse the module at a path that carries these layouts.
         reason: why, for the report.
         replacements: classes derived from fused ones that the caller removes as well.
-
-    Returns:
-        The paths of the modules.
     """
     fused = fused_modules(model)
     chosen = {id(module) for path, module, carried in fused if predicate(path, carried)}
