@@ -13,7 +13,7 @@ from patcher.compat.seams import Stock, seam, seams_in
 from patcher.errors import InvalidPatcherError
 from patcher.loading.integration import Integration, register
 from patcher.loading.load import Constructed
-from patcher.loading.stock_view import carriers_in, check_no_part_named, parts_of
+from patcher.loading.state_dicts import carriers_in, check_no_part_named, parts_of
 from patcher.patterns import compress, inside
 
 

@@ -26,9 +26,9 @@ from patcher.compat.seams import Stock, seam, seams_in
 from patcher.errors import InvalidPatcherError
 from patcher.expressions import matches
 from patcher.layouts.carried import ModuleLayouts, carriers, fused_modules
+from patcher.loading.in_memory import ADAPTED, unfuse
 from patcher.loading.integration import Adapted, Integration, register
 from patcher.loading.state_dicts import unstacked_layers
-from patcher.loading.unfusing import ADAPTED, unfuse
 from patcher.patterns import inside
 
 

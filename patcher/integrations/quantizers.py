@@ -11,7 +11,7 @@ from patcher.compat.models import named_modules
 from patcher.expressions import matches
 from patcher.loading.integration import Integration, register
 from patcher.loading.load import Selected
-from patcher.loading.stock_view import check_no_part_named, layer_name, parts_of
+from patcher.loading.state_dicts import check_no_part_named, layer_name, parts_of
 
 
 def check_names(load: Selected, quantizer: Any) -> None:

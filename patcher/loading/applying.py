@@ -41,19 +41,17 @@ from patcher.construction.in_force import Block, InForce, Outcome, entered, unpa
 from patcher.construction.lock import construction_lock
 from patcher.errors import InvalidPatcherError
 from patcher.functions.models import restore_functions
-from patcher.layouts.either_layout import carry
+from patcher.layouts.carried import carry
 from patcher.layouts.transforms import converts
 from patcher.loading.findings import Diagnostics, outcome_of_modules
+from patcher.loading.in_memory import Weights, copy_hooks, move_attributes, transplant, unfuse
 from patcher.loading.initial_values import InitialValues
 from patcher.loading.load import Constructed, Loaded, Request, check_supported, construct, select, summarize
 from patcher.loading.reading import check_weights, stock_routing
 from patcher.loading.record import RECORD, PatchRecord, record_of, store_record
 from patcher.loading.router import Router
 from patcher.loading.saving import saved_state_dict
-from patcher.loading.state_dicts import original_state_dict
-from patcher.loading.stock_view import carriers_in, carry_routes
-from patcher.loading.transplanting import Weights, move_attributes, transplant
-from patcher.loading.unfusing import copy_hooks, unfuse
+from patcher.loading.state_dicts import carriers_in, carry_routes, original_state_dict
 from patcher.patterns import compress, inside
 from patcher.resolution.resolution import fuse_constructed_modules, replace_functions, resolve_constructed
 from patcher.spec.fingerprints import check_built, check_pins
@@ -168,7 +166,7 @@ def _replaced(patcher: Patcher, model: PreTrainedModel) -> tuple[PreTrainedModel
     InitialValues(loaded).restore(LoadStateDictConfig(device_map={"": model.device}, dtype=model.dtype))
     record = loaded.record
     origins = {name: item.stock for item in record.routes for name in item.parameters}
-    model = transplant(model, loaded.model, Weights(model, _converted(loaded, checkpoint, model), origins))
+    model = transplant(model, loaded.model, Weights(model, _convert(loaded, checkpoint, model), origins))
     carry_routes(model, record.routes, record.paths_of_replacements)
     set_used_conversions(model, mapping, routing.used)
     return model, record
@@ -197,9 +195,7 @@ def _checkpoint(model: PreTrainedModel, base: PreTrainedModel) -> dict[str, torc
     return saved_state_dict(model, {key: value for key, value in state.items() if shapes.get(key) == value.shape})
 
 
-def _converted(
-    load: Loaded, checkpoint: Mapping[str, torch.Tensor], model: PreTrainedModel
-) -> dict[str, torch.Tensor]:
+def _convert(load: Loaded, checkpoint: Mapping[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the parameters of a load that aren't those of the same name in a model."""
     state, new, converted = state_tensors(model), state_tensors(load.model), dict[str, torch.Tensor]()
     for item in load.routing.routes:
@@ -218,11 +214,9 @@ def _converted(
     return {name: value for name, value in converted.items() if name not in load.routing.absent}
 
 
-def _construct(
-    model: PreTrainedModel, entries: tuple[InForce, ...] = (), requested: tuple[InForce, ...] = ()
-) -> Constructed:
+def _construct(model: PreTrainedModel, in_force: tuple[InForce, ...] = (), **options: Any) -> Constructed:
     """Construct a model with the config of another one, on the meta device except for buffers."""
-    load = Request(model_class=stock_class(model), in_force=entries, requested=requested)  # type: ignore[arg-type]
+    load = Request(model_class=stock_class(model), in_force=in_force, **options)  # type: ignore[arg-type]
     results: list[Constructed] = []
     # In a context of its own, without the load around this one.
     contexts = Context().run(load.model_class.get_init_context, model.dtype, False, False, None)
@@ -270,9 +264,8 @@ def check_can_be_copied(model: Any) -> None:
         if parameter.is_meta:
             raise _unsupported("a model whose weights are offloaded", again)
         if has_gradient_hooks(parameter):
-            raise _unsupported(
-                f"a hook on the gradient of {name}: a copy has other gradients", "Register it on the result."
-            )
+            what = f"a hook on the gradient of {name}: a copy has other gradients"
+            raise _unsupported(what, "Register it on the result.")
     names |= {id(module): path or "the model" for path, module in named_modules(model)}
     for path, module in named_modules(model):
         if hasattr(module, "_hf_hook"):

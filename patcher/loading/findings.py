@@ -42,16 +42,11 @@ Explanations = dict[Unused, Callable[[], str]]
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """The problems of a load: raised at once if strict, otherwise one warning at its end.
-
-    Attributes:
-        warnings: the warnings at the end.
-        errors: what a load would have raised, if `collects_errors`.
-        collects_errors: whether the load goes on after an error, to find all of them.
-    """
+    """The problems of a load: raised at once if strict, otherwise one warning at its end."""
 
     warnings: tuple[str, ...] = ()
     errors: tuple[PatcherError, ...] = ()
+    #: whether the load goes on after an error, to find all of them
     collects_errors: bool = False
 
     def with_error(self, error: PatcherError | None, *, strict: bool) -> Diagnostics:

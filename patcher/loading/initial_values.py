@@ -79,9 +79,7 @@ class InitialValues:
         self.tied = ties(load.model).keys()
         absent = self.missing - self.tied
         # A quantizer may have replaced some modules by others.
-        self.replaced = [
-            (path, built) for path, built in load.outermost if module_at(self.model, path) is built.module
-        ]
+        self.replaced = [item for item in load.outermost if module_at(self.model, item[0]) is item[1].module]
         #: parameters that a replacement was given with their values, from a model that was loaded elsewhere
         self.given: dict[str, nn.Parameter] = {}
         #: parameter that the checkpoint lacks -> the innermost replacement that has it

@@ -38,50 +38,40 @@ from patcher.loading.findings import Diagnostics, outcome_of_modules
 from patcher.loading.initial_values import frozen_parameters
 from patcher.loading.record import RECORD, PatchedModule, PatchRecord, record_of, store_record
 from patcher.loading.routes import Routing
-from patcher.loading.stock_view import carry_routes
+from patcher.loading.state_dicts import carry_routes
 from patcher.resolution.resolution import NO_CHANGE, Resolution, fuse_constructed_modules
 from patcher.spec.fingerprints import check_pins
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """A load that stops before it reads weights.
+    """A load that stops before it reads weights."""
 
-    Attributes:
-        unknown: checkpoint keys whose shapes are unknown.
-        has_checkpoint: whether there is a checkpoint; otherwise conversions and weights aren't checked.
-        files: the checkpoint files that are available locally.
-        runtime_layout: whether the checkpoint has the parameters of the patched model.
-        reached: the states of the load so far, the last of which says how far it came.
-    """
-
+    #: checkpoint keys whose shapes are unknown
     unknown: frozenset[str] = frozenset()
+    #: without a checkpoint, conversions and weights aren't checked
     has_checkpoint: bool = True
     files: tuple[str, ...] = ()
     runtime_layout: bool = False
+    #: the states of the load so far, the last of which says how far it came
     reached: list[Request] = field(default_factory=list, compare=False)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Request:
-    """The request of a call of `from_pretrained`.
-
-    Attributes:
-        in_force: all patchers in force, the innermost first; empty if nothing is patched.
-        requested: those that this load itself brings.
-        path: the repo, folder or file to load.
-        options: the keyword arguments of `from_pretrained`.
-        files: the files of the checkpoint, once they are resolved.
-        runtime_layout: whether the checkpoint has the parameters of the patched model.
-    """
+    """The request of a call of `from_pretrained`, of which `options` are the keyword arguments."""
 
     model_class: type[PreTrainedModel]
+    #: all patchers in force, the innermost first; empty if nothing is patched
     in_force: tuple[InForce, ...] = ()
+    #: those that this load itself brings
     requested: tuple[InForce, ...] = ()
     path: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
     dry_run: DryRun | None = None
+    #: the local files of the checkpoint, once they are resolved
     files: tuple[str, ...] = ()
+    #: whether the checkpoint has the parameters of the patched model
     runtime_layout: bool = False
     started: float = field(default_factory=time.perf_counter)
 
@@ -103,6 +93,7 @@ def request(
     for entry in requested:
         check_pins(entry.patcher, model_class)
     check_supported(in_force, path, options)
+    files, runtime_layout = (dry_run.files, dry_run.runtime_layout) if dry_run is not None else ((), False)
     return Request(
         model_class=model_class,
         in_force=in_force,
@@ -110,8 +101,8 @@ def request(
         path=path,
         options=options,
         dry_run=dry_run,
-        files=dry_run.files if dry_run is not None else (),
-        runtime_layout=dry_run is not None and dry_run.runtime_layout,
+        files=files,
+        runtime_layout=runtime_layout,
     )
 
 
@@ -159,10 +150,7 @@ class Constructed(Request):
 
 @contextmanager
 def construct(load: Request, on_constructed: Callable[[Constructed], object]) -> Iterator[None]:
-    """Patch the model that is constructed in the block.
-
-    Args:
-        on_constructed: called with the result at the end of the block.
+    """Patch the model that is constructed in the block, and call `on_constructed` at its end.
 
     Raises:
         PatcherError: transformers didn't reach the place where modules are fused.
@@ -291,22 +279,15 @@ def select(
     if constructed.runtime_layout:  # conversions have run already; a part may be read out of a whole
         renamings = tuple(item for item in conversions.kept if not isinstance(item, WeightConverter))
         conversions = replace(conversions, kept=renamings)
-    selected = Selected(
-        **vars(constructed), stock=tuple(stock[first:]), conversions=conversions, key_mapping=key_mapping
-    )
-    return selected, [*stock[:first], *conversions.kept]
+    values = vars(constructed) | {"stock": tuple(stock[first:]), "conversions": conversions}
+    return Selected(**values, key_mapping=key_mapping), [*stock[:first], *conversions.kept]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Loaded(Selected):
-    """The weights have been read, or would have been.
+    """The weights have been read, or would have been; `disk_index` is the offload index of transformers."""
 
-    Attributes:
-        info: the loading info of transformers: missing, unexpected and mismatched keys, errors of conversions.
-        routing: where each tensor of the checkpoint goes.
-        disk_index: the offload index of transformers.
-    """
-
+    #: the loading info of transformers: missing, unexpected and mismatched keys, errors of conversions
     info: Any
     routing: Routing = field(default_factory=Routing)
     disk_index: dict[str, Any] | None = None

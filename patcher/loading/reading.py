@@ -182,13 +182,7 @@ def check_weights(
 
 
 class _Weights:
-    """The missing, mismatched and unexpected weights under replaced modules.
-
-    Attributes:
-        absent: parameters that the checkpoint doesn't have, or has in another shape.
-        left_over: keys of the checkpoint that aren't used.
-        new, dropped: those of both that a patcher has declared.
-    """
+    """The weights of replaced modules that are `absent` or `left_over`, without declared `new` and `dropped` ones."""
 
     def __init__(self, selected: Selected, routing: Routing, checkpoint: Mapping[str, Any], info: Any) -> None:
         self.selected, self.routing, self.checkpoint, self.info = selected, routing, checkpoint, info

@@ -26,19 +26,14 @@ RECORD = "_patcher_record"
 
 @dataclass(frozen=True)
 class PatchedModule:
-    """A module that was replaced or fused.
-
-    Attributes:
-        chosen: whether a `Patcher` chose it, rather than the process-wide registry, which wasn't written for this
-            very model.
-        fusion: the fusion that made it, None for a replacement of a mapping.
-        layouts: the layouts of the parameters of a fused module.
-    """
+    """A module that was replaced or fused."""
 
     path: str
     original: type[nn.Module]
     replacement: type[nn.Module]
+    #: whether a `Patcher` chose it: the process-wide registry wasn't written for this very model
     chosen: bool = True
+    #: None for a replacement of a mapping
     fusion: str | Fusion | None = None
     layouts: tuple[Layout, ...] = ()
 

@@ -23,9 +23,8 @@ from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.carried import fused_modules, is_quantized as is_quantized_tensor
 from patcher.layouts.conversion import Converted, Group, convert, only_moves, target_names
 from patcher.layouts.layouts import Layout, Rows, is_alone, lies_in_blocks
-from patcher.layouts.names import KeyResolver, ResolvedKey
 from patcher.layouts.sources import Computation, Computed, dtype_of, fused_sources, in_blocks, shape_of
-from patcher.layouts.transforms import Added, describe, has_known_operations
+from patcher.layouts.transforms import Added, KeyResolver, ResolvedKey, describe, has_known_operations
 from patcher.loading.experts import Revert, default_revert, expert_keys, group_by_layer, quantized_experts
 from patcher.loading.routes import Route, Routing, conversion_error, partial_match_error, unfit_error
 from patcher.patterns import compress, inside

@@ -21,8 +21,7 @@ from transformers.core_model_loading import WeightTransform
 from patcher.compat.conversions import dot_natural_key
 from patcher.errors import PatchedWeightsError
 from patcher.layouts.layouts import Layout
-from patcher.layouts.names import ResolvedKey
-from patcher.layouts.transforms import Added, describe
+from patcher.layouts.transforms import Added, ResolvedKey, describe
 from patcher.patterns import compress
 
 

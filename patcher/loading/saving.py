@@ -32,30 +32,25 @@ from patcher.layouts.sharded import to_meta
 from patcher.layouts.transforms import describe, identity
 from patcher.loading.experts import default_revert, expert_checkpoint_names
 from patcher.loading.record import PatchRecord, record_of
-from patcher.loading.stock_view import carriers_in, routes_from_scratch
+from patcher.loading.state_dicts import carriers_in, routes_from_scratch
 from patcher.patterns import compress, in_state_dict, inside
 from patcher.resolution.resolution import skeleton
 
 
 @dataclass(frozen=True, eq=False)
 class SavePlan:
-    """How one model is saved.
-
-    Attributes:
-        record: the record of the model, None if it isn't patched.
-        carrying: the modules that carry layouts.
-        conversions: the conversions of transformers to reverse.
-        order: key -> its place in what the stock model saves, which decides on the shard of a tensor.
-        unstacks: whether experts that the checkpoint has one by one are returned as they are in the model. Stock saves
-            what it splits from one stack into one shard, so a stack is built for files.
-    """
+    """How one model is saved."""
 
     model: PreTrainedModel
     record: PatchRecord | None
     original_format: bool = True
     carrying: tuple[Carrier, ...] = ()
+    #: the conversions of transformers to reverse
     conversions: tuple[WeightTransform, ...] = ()
+    #: key -> its place in what the stock model saves, which decides on the shard of a tensor
     order: Mapping[str, int] = field(default_factory=dict)
+    #: whether experts that the checkpoint has one by one are returned as they are in the model; not for files, since
+    #: stock saves what it splits from one stack into one shard
     unstacks: bool = False
 
     @property
@@ -76,11 +71,8 @@ class SavePlan:
             renamed |= quantized
             unstacked |= plain if self.unstacks else {}
         # Experts that are stacked and split again are unchanged, so their stack needs no values.
-        others = {
-            key: to_meta(value) if key in unstacked else value
-            for key, value in state_dict.items()
-            if key not in renamed
-        }
+        others = {key: value for key, value in state_dict.items() if key not in renamed}
+        others |= {key: to_meta(others[key]) for key in unstacked}
         # Tensors of a checkpoint, which patchers' conversions had taken, only have their renamings reversed.
         tensors, converted = separated(list(self.carrying), others)
         parameters = {name: tensor for name, tensor in tensors.items() if name not in converted}

@@ -272,18 +272,14 @@ def _model_of_transformers(model: nn.Module) -> PreTrainedModel:
 
 
 class _Part:
-    """A part of a model that is written to.
-
-    Attributes:
-        left: the tensors that haven't arrived.
-        waiting: those that have, and aren't views of the model's tensors: they are converted together.
-    """
+    """A part of a model that is written to."""
 
     def __init__(self, checkpoint: _Checkpoint, plan: SavePlan, names: list[str]) -> None:
         self.model, self.plan = checkpoint.model, plan
         self.state = {name: checkpoint.state[name] for name in names}
         self.shapes = {name: tuple(value.shape) for name, value in checkpoint.on_meta(plan, names).items()}
-        self.left = set(self.shapes)
+        self.left = set(self.shapes)  # the tensors that haven't arrived
+        #: those that have, and aren't views of the model's tensors: they are converted together
         self.waiting: dict[str, torch.Tensor] = {}
         self._gathered: dict[str, torch.Tensor] = {}
         self._views: dict[str, torch.Tensor] = {}

@@ -40,20 +40,14 @@ from patcher.spec.patcher import Patcher
 
 @dataclass(frozen=True, eq=False)
 class FusionPlan:
-    """The fusions of a resolution in detail.
-
-    Attributes:
-        by_fusion: fusion -> the paths that it fuses.
-        refused: fusion -> the paths that it refuses, and why.
-        rebuilt: the paths of modules that are constructed again as the fused class; others are fused in place.
-        layouts: path -> the layouts of the parameters of the module.
-        transforms: the conversions of fusions that aren't layouts of one module.
-    """
+    """The fusions of a resolution in detail: the paths that each one fuses, and those that it refuses, and why."""
 
     by_fusion: Mapping[str | Fusion, tuple[str, ...]] = field(default_factory=dict)
     refused: Mapping[str | Fusion, Mapping[str, str]] = field(default_factory=dict)
+    #: the paths of modules that are constructed again as the fused class; others are fused in place
     rebuilt: frozenset[str] = frozenset()
     layouts: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict)
+    #: the conversions of fusions that aren't layouts of one module
     transforms: tuple[WeightTransform, ...] = ()
 
     @property
@@ -172,8 +166,8 @@ def resolve_constructed(
     layouts: dict[str, tuple[Layout, ...]] = {}
     for request in dict.fromkeys(fusion for entry in entries for fusion in entry.patcher.fusions):
         fusion = fusion_named(request)
-        found = discover(fusion, model)
-        for path, module in found.matches.items():
+        findings = discover(fusion, model)
+        for path, module in findings.matches.items():
             if path in claimed:
                 raise PatchConflictError(f"The fusions {claimed[path]!r} and {request!r} both claim {path}; use one.")
             if path in replaced:
@@ -184,15 +178,15 @@ def resolve_constructed(
                 )
             claimed[path] = request
         kept = {path: carried.layouts for path, carried in already.items() if carried.fusion == name_or_fusion(fusion)}
-        by_fusion[request] = (*kept, *found.matches)
+        by_fusion[request] = (*kept, *findings.matches)
         fused |= {path: unrebound(type(modules[path])) for path in kept}
-        fused |= found.classes
+        fused |= findings.classes
         layouts |= kept
-        layouts |= found.layouts
-        refused |= found.refused
-        refused_by[request] = found.refused
-        if found.matches:
-            transforms += fusion.make_transforms(model.config, MappingProxyType(dict(found.matches)))
+        layouts |= findings.layouts
+        refused |= findings.refused
+        refused_by[request] = findings.refused
+        if findings.matches:
+            transforms += fusion.make_transforms(model.config, MappingProxyType(dict(findings.matches)))
 
     return Resolution(
         classes=MappingProxyType({cls: match.replacement for cls, match in matches.items() if match is not None}),

@@ -22,8 +22,7 @@ from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.conversion import Converted, only_moves
 from patcher.layouts.layouts import Cut, Flatten, Layout, Rows, by_itself
 from patcher.layouts.sharded import distribute_like, full_tensor, reshard_modules
-from patcher.loading.state_dicts import patched_models
-from patcher.loading.stock_view import carriers_in
+from patcher.loading.state_dicts import carriers_in, patched_models
 from patcher.patterns import compress, inside
 from patcher.resolution.resolution import skeleton
 

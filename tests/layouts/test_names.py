@@ -8,8 +8,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, WeightTransform
 
-from patcher.layouts.names import KeyResolver, ResolvedKey
-from patcher.layouts.transforms import Added
+from patcher.layouts.transforms import Added, KeyResolver, ResolvedKey
 
 LAYERS = 5
 #: which tensors a layer has, as stock, as one that joins two of them, and as one that calls one of them otherwise

@@ -36,11 +36,10 @@ from patcher.integrations.parallel.plans import (
     replaces_plan,
     tensor_plan,
 )
-from patcher.layouts.carried import ModuleLayouts, fused_modules
-from patcher.layouts.either_layout import carry
+from patcher.layouts.carried import ModuleLayouts, carry, fused_modules
 from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
 from patcher.loading.load import Selected
-from patcher.loading.stock_view import check_no_part_named, layer_name, parts_of, routes_from_scratch
+from patcher.loading.state_dicts import check_no_part_named, layer_name, parts_of, routes_from_scratch
 from patcher.patterns import inside
 from patcher.resolution.resolution import skeleton
 

@@ -23,7 +23,7 @@ from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, InForce, constr
 from patcher.construction.lock import construction_lock
 from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherError
 from patcher.fusions.config import KEY, names_in_file, split_fusion_config
-from patcher.layouts.either_layout import is_in_original_layout
+from patcher.layouts.carried import is_in_original_layout
 from patcher.loading.initial_values import InitialValues
 from patcher.loading.integration import integrations
 from patcher.loading.layout_on_disk import fusions_of_layout
@@ -109,14 +109,12 @@ def find_weights(
     variant: str | None,
     gguf_file: str | None,
     *args: Any,
-    transformers_explicit_filename: str | None = None,
-    download_kwargs: Any = None,
     **kwargs: Any,
 ) -> Any:
     """Find weights in a runtime layout by their file names, and request the fusions of the layout."""
-    load, path, file = _request(), pretrained_model_name_or_path, transformers_explicit_filename
+    load, path, file = _request(), pretrained_model_name_or_path, kwargs.get("transformers_explicit_filename")
     if load is not None and gguf_file is None:
-        options = {**load.options, **(download_kwargs or {})}
+        options = {**load.options, **(kwargs.get("download_kwargs") or {})}
         if file is None:
             _LOAD.set(replace(load, path=path, options=options))  # may differ if an adapter's folder was passed
             names = fusions_of_layout(path, options, variant)
@@ -125,7 +123,6 @@ def find_weights(
         if names:
             _LOAD.set(replace(_with_fusions(names, LAYOUT), runtime_layout=True))
             variant = VARIANT
-    kwargs |= {"transformers_explicit_filename": file, "download_kwargs": download_kwargs}
     result = stock(path, variant, gguf_file, *args, **kwargs)
     if result[0] and (load := _request()) is not None:
         _LOAD.set(replace(load, files=tuple(result[0])))
