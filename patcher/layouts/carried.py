@@ -279,9 +279,8 @@ def _not_saved(name: str, reason: str) -> PatchedWeightsError:
 def is_quantized(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a quantizer's: a subclass, or one of a one-byte dtype."""
     tensor = local_tensor(tensor)
-    return type(tensor) not in (torch.Tensor, nn.Parameter) or (
-        tensor.dtype.itemsize == 1 and tensor.dtype is not torch.bool
-    )
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    return not is_plain or (tensor.dtype.itemsize == 1 and tensor.dtype is not torch.bool)
 
 
 # --- state dicts that are loaded -------------------------------------------------------------------------------------

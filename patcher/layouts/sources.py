@@ -35,27 +35,36 @@ def dtype_of(source: Any) -> str:
     return f"{kind}{8 * dtype.itemsize}"
 
 
-class JoinedRows:
+class Source:
+    """What a load reads in place of a tensor of the checkpoint."""
+
+    __slots__ = ("_dtype", "_shape")
+
+    def __init__(self, shape: Sequence[int], dtype: str) -> None:
+        self._shape, self._dtype = shape, dtype
+
+    def get_shape(self) -> list[int]:
+        return list(self._shape)
+
+    def get_dtype(self) -> str:
+        return self._dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self._shape)
+
+
+class JoinedRows(Source):
     """The rows of several tensors or sources, concatenated; in equal blocks with a share of every part, if several."""
 
     def __init__(self, parts: Sequence[Any], blocks: int = 1) -> None:
         sizes = [shape_of(part)[0] for part in parts]
-        self._rows, self._tail = sum(sizes), shape_of(parts[0])[1:]
+        super().__init__((sum(sizes), *shape_of(parts[0])[1:]), dtype_of(parts[0]))
         self._pieces = [
             RowSlice(part, block * (size // blocks), size // blocks)
             for block in range(blocks)
             for part, size in zip(parts, sizes, strict=True)
         ]
-
-    def get_shape(self) -> list[int]:
-        return [self._rows, *self._tail]
-
-    def get_dtype(self) -> str:
-        return self._pieces[0].get_dtype()
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self.get_shape())
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         first, *rest = index if isinstance(index, tuple) else (index,)
@@ -63,7 +72,7 @@ class JoinedRows:
             first = slice(None)
         if not isinstance(first, slice) or first.step not in (None, 1):
             return self[...][index]
-        start, stop, _ = first.indices(self._rows)
+        start, stop, _ = first.indices(self._shape[0])
         pieces, end = [], 0
         for piece in self._pieces:
             begin, end = end, end + piece.rows
@@ -73,17 +82,12 @@ class JoinedRows:
         return concatenate(pieces) if pieces else self._pieces[0][(slice(0, 0), *rest)]
 
 
-class RowSlice:
+class RowSlice(Source):
     """Consecutive rows of a tensor or source."""
 
     def __init__(self, source: Any, start: int, rows: int) -> None:
+        super().__init__((rows, *shape_of(source)[1:]), dtype_of(source))
         self._source, self._start, self.rows = source, start, rows
-
-    def get_shape(self) -> list[int]:
-        return [self.rows, *shape_of(self._source)[1:]]
-
-    def get_dtype(self) -> str:
-        return dtype_of(self._source)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         first, *rest = index if isinstance(index, tuple) else (index,)
@@ -95,24 +99,15 @@ class RowSlice:
         return tensor
 
 
-class Computed:
+class Computed(Source):
     """One of several tensors that are computed together, when the first of them is read."""
 
-    __slots__ = ("_dtype", "_shape", "group", "name")
+    __slots__ = ("group", "name")
 
     def __init__(self, group: Computation, name: Any, shape: Sequence[int], dtype: str) -> None:
-        self.group, self.name, self._shape, self._dtype = group, name, shape, dtype
+        super().__init__(shape, dtype)
+        self.group, self.name = group, name
         group.expected.add(name)
-
-    def get_shape(self) -> list[int]:
-        return list(self._shape)
-
-    def get_dtype(self) -> str:
-        return self._dtype
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self._shape)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         tensor = self.group.take(self.name)

@@ -121,9 +121,7 @@ def select_conversions(
     for path, cls in replaced:
         paths.setdefault(cls, []).append(path)
     added = [Added(transform) for patcher in patchers for transform in patcher.extra_weight_conversions]
-    added += [
-        Added(transform, frozenset(modules)) for cls, modules in paths.items() for transform in conversions_of(cls)
-    ]
+    added += [Added(item, frozenset(modules)) for cls, modules in paths.items() for item in conversions_of(cls)]
     added += [Added(transform, names_modules=True) for transform in fusion_transforms]
     filters = [text for patcher in patchers for text in patcher.filtered_weight_conversion_patterns]
     kept: list[WeightTransform] = []

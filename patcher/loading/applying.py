@@ -180,8 +180,8 @@ def _check_not_added(load: Constructed, model: PreTrainedModel, base: PreTrained
         match = rules.match_path(path, cls) or rules.match(cls)
         if cls is not type(expected.get(path)) and match is not None and match.replacement is not cls:
             raise InvalidPatcherError(
-                f"Patcher.apply can't replace {path}, a {cls.__qualname__} that was added to the model: with "
-                "which arguments it was made isn't known. Apply the patcher first, and add it then."
+                f"Patcher.apply can't replace {path}, a {cls.__qualname__} that was added to the model: its "
+                "constructor arguments aren't known. Apply the patcher first, and add it then."
             )
 
 
@@ -271,7 +271,7 @@ def check_can_be_copied(model: Any) -> None:
         if hasattr(module, "_hf_hook"):
             raise _unsupported(f"a model that accelerate has spread over devices ({names[id(module)]})", again)
         if is_compiled(module):
-            raise _unsupported(f"what is compiled ({names[id(module)]})", "Compile the result instead.")
+            raise _unsupported(f"a compiled module ({names[id(module)]})", "Compile the result instead.")
         for attribute, value in vars(module).items():
             for item in value.values() if isinstance(value, dict) else (value,):
                 if name := next((names[id(cell)] for cell in _closed_over(item) if id(cell) in names), ""):

@@ -72,7 +72,7 @@ class Diagnostics:
             error = UnmatchedPatchError(
                 f"These parts of the patcher{name} have no effect{f' in {model_name}' if model_name else ''}:\n"
                 + "".join(f"  {problem}\n" for problem in problems)
-                + "Correct it or take it out; with strict=False this is a warning."
+                + "Correct or remove them; with strict=False this is a warning."
             )
             result = result.with_error(error if problems else None, strict=entry.patcher.strict)
         return result
@@ -118,7 +118,7 @@ def outcome_of_modules(
             names = tuple(state_tensors(model)) if model is not None else ()
             matches = [text for text in patcher.new_weights if any(search(text, name) for name in names)]
             used |= {(entry, "new_weights", text) for text in matches}
-            unused |= _unmatched_expressions(entry, "new_weights", "the name of no parameter", "parameters", names)
+            unused |= _unmatched_expressions(entry, "new_weights", "no parameter", "parameters", names)
     for function in functions.replaced:
         used |= {(construction.rules.entries[index], "function_mapping", key) for index, key in function.keys}
     return construction.outcome | Outcome(frozenset(used), unused)
@@ -261,7 +261,7 @@ def _unmatched_expressions(entry: InForce, field: str, where: str, what: str, kn
 
     def explain(text: str) -> str:
         names = known if what == "patterns" else fold_names(known)
-        return f"{field}: {text!r} is found in {where}; {suggest(text, names, what)}"
+        return f"{field}: {text!r} matches {where}; {suggest(text, names, what)}"
 
     return {(entry, field, (text,)): partial(explain, text) for text in getattr(entry.patcher, field)}
 

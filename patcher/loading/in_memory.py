@@ -280,9 +280,8 @@ def move_attributes(model: PreTrainedModel, base: PreTrainedModel, source: PreTr
             old, base_module = model.get_submodule(path), base.get_submodule(path)
         except AttributeError:
             raise _refusal(path, "was added to the model, or taken out of it", _PATCH_FIRST) from None
-        olds, expected, news = (
-            dict(named_modules(module, path)) for module in (old, base_module, source.get_submodule(path))
-        )
+        new = source.get_submodule(path)
+        olds, expected, news = (dict(named_modules(module, path)) for module in (old, base_module, new))
         for name in sorted(expected.keys() | olds.keys()):
             _check_as_constructed(name, olds.get(name), expected.get(name))
         for name, module in expected.items():
@@ -318,7 +317,7 @@ def transplant(model: PreTrainedModel, source: PreTrainedModel, weights: Weights
     after = dict(named_parameters(result))
     for name, parameter in before:
         if len(owners[id(parameter)]) > 1 and after.get(name) is not parameter:
-            raise _refusal(name, "is tied to another parameter", "Take the tie off, and tie the result.")
+            raise _refusal(name, "is tied to another parameter", "Untie it, and tie the result.")
     return result
 
 
@@ -334,7 +333,7 @@ def _outermost(*models: nn.Module) -> list[str]:
 
 def _refusal(name: str, what: str, advice: str) -> InvalidPatcherError:
     return InvalidPatcherError(
-        f"Patcher.apply: {name} {what}, and that would be lost, for a module there is replaced. {advice}"
+        f"Patcher.apply: {name} {what}, which would be lost, because a module there is replaced. {advice}"
     )
 
 
@@ -348,7 +347,7 @@ def _check_as_constructed(name: str, module: nn.Module | None, base: nn.Module |
         raise _refusal(name, what, _PATCH_FIRST)
     for hooks in HOOKS[:4]:
         if len(getattr(module, hooks)) > len(getattr(base, hooks)):
-            raise _refusal(name, f"has hooks ({hooks})", "Take them off, and register them on the result.")
+            raise _refusal(name, f"has hooks ({hooks})", "Remove them, and register them on the result.")
     for key in sorted(base._parameters.keys() | module._parameters.keys()):
         parameters = [getattr(item, key, None) for item in (module, base)]
         shape, expected = (None if parameter is None else tuple(parameter.shape) for parameter in parameters)

@@ -63,7 +63,7 @@ def _check_named(names: list[str], weights: str | Path, where: Any) -> list[str]
         return names
     raise PatchedWeightsError(
         f"{weights} holds weights in a runtime layout, and the config.json in {where} doesn't name the fusions that "
-        'made it. Give that file its "fusion_config": {"patcher": [...]} back, as save_pretrained(..., '
+        'made it. Restore "fusion_config": {"patcher": [...]} in that file, as save_pretrained(..., '
         "save_original_format=False) has written it, or save the model again."
     )
 

@@ -110,9 +110,9 @@ def check_supported(entries: tuple[InForce, ...], path: Any, options: Mapping[st
     """Raise for options of a load that patchers, or their conversions, don't support."""
     if entries and is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
         raise InvalidPatcherError(
-            "A patcher was requested while DeepSpeed ZeRO-3 is on, which partitions each parameter as soon as it is "
-            "made and reads weights in a way of its own: no patcher follows that. Load the model before the ZeRO-3 "
-            "config is made (HfDeepSpeedConfig, or TrainingArguments with deepspeed=), or use ZeRO stage 2."
+            "A patcher was requested while DeepSpeed ZeRO-3 is enabled, which partitions each parameter when it is "
+            "created and reads weights on its own: patchers don't support that. Load the model before the ZeRO-3 "
+            "config is created (HfDeepSpeedConfig, or TrainingArguments with deepspeed=), or use ZeRO stage 2."
         )
     if not any(map(has_conversions, entries)):
         return
@@ -189,7 +189,7 @@ def check_constructed(construction: Construction, model_class: type[PreTrainedMo
     model = construction.root
     if model is None:
         raise PatchConstructionError(
-            f"What is built as {model_class.__name__} doesn't call PreTrainedModel.__init__, so no load can "
+            f"{model_class.__name__}.__init__ doesn't call PreTrainedModel.__init__, so no patcher can "
             "follow it: derive it from PreTrainedModel, and call super().__init__(config)."
         )
     if not construction.is_constructed:

@@ -276,9 +276,7 @@ class _Weights:
         absent = set(filter(self._is_under_replaced, self.absent))
         lines = []
         if elsewhere := self.absent - absent:
-            lines.append(
-                "The patcher's conversions or filters keep the checkpoint from modules that are not replaced:"
-            )
+            lines.append("The patcher's conversions or filters take weights from modules that are not replaced:")
             lines += self._listed(elsewhere)
             if any(patcher.filtered_weight_conversion_patterns for patcher in self.patchers):
                 lines.append(
@@ -290,10 +288,10 @@ class _Weights:
         lines.append("The replaced modules and the checkpoint don't fit together.")
         misfits = absent & self.mismatched.keys()
         if absent - misfits:
-            lines.append("Not in the checkpoint, so these would keep what __init__ gave them:")
+            lines.append("Not in the checkpoint, so these would keep their initial values:")
             lines += self._listed(absent - misfits)
         if misfits:
-            lines.append("Not of the shape that the model has:")
+            lines.append("Of another shape than in the model:")
             lines += self._listed(misfits)
         if self.left_over:
             lines.append("In the checkpoint, and unused:")

@@ -110,16 +110,16 @@ class Routing:
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-_LACKS = "Parameters of the patched model are made of tensors of which the checkpoint doesn't have all. It lacks:"
+_LACKS = "Parameters of the patched model are made of several tensors, of which the checkpoint lacks:"
 #: Kind of problem -> the line before the listed tensors, and the advice after them.
 _TEXTS = {
     "quantized": (
-        "The checkpoint is quantized, and it has these quantized, of which the patcher makes others:",
+        "The checkpoint is quantized, and so are these weights, which the patcher converts:",
         "Fuse the full-precision checkpoint, and quantize that while it loads.",
     ),
     "unquantized": (
-        "The checkpoint is quantized, and it has these in full precision, of which the patcher makes layers that are "
-        "quantized then:",
+        "The checkpoint is quantized, and it has these weights in full precision, which the patcher converts to "
+        "quantized layers:",
         "Fuse the full-precision checkpoint, and quantize that while it loads.",
     ),
     "failed": (

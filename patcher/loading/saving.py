@@ -138,22 +138,20 @@ class SavePlan:
                     (result[key],) = replace(layout, blocks=1).fuse(layout.separate([result[key]]))
         return result
 
-    def _revert(
-        self, parameters: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def _revert(self, weights: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Reverse the conversions of transformers for parameters, and the renamings for tensors of a checkpoint."""
         if not (self.conversions or tensors or (self.record is not None and self.record.read)):
-            return parameters  # transformers sorts only what it has loaded
+            return weights  # transformers sorts only what it has loaded
         if not self.conversions and not tensors:
-            return dict(sorted(parameters.items(), key=lambda item: dot_natural_key(item[0])))
+            return dict(sorted(weights.items(), key=lambda item: dot_natural_key(item[0])))
 
         # Operations read parameters of the model, which may be in another layout there.
         def get_parameter(name: str) -> torch.Tensor:
-            return parameters[name] if name in parameters else self.model.get_parameter(name)
+            return weights[name] if name in weights else self.model.get_parameter(name)
 
         view: Any = ModelView(self.model, get_parameter=get_parameter)
         renamings = [item for item in self.conversions if isinstance(item, WeightRenaming)]
-        result = stock_revert(view, parameters, list(self.conversions)) | stock_revert(view, tensors, renamings)
+        result = stock_revert(view, weights, list(self.conversions)) | stock_revert(view, tensors, renamings)
         return self.in_order(result) if self.order or tensors else result
 
     def in_order(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -166,9 +164,7 @@ def saved_state_dict(model: PreTrainedModel, state_dict: Mapping[str, torch.Tens
     return plan_original_format(model).saved_state_dict(state_dict)
 
 
-def plan_saving(
-    model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor] | None, original_format: bool
-) -> SavePlan:
+def plan_saving(model: PreTrainedModel, state: Mapping[str, torch.Tensor] | None, original_format: bool) -> SavePlan:
     """Plan how a model is saved, and try it before a file is written.
 
     Raises:
@@ -177,7 +173,7 @@ def plan_saving(
     """
     if original_format:
         plan = plan_original_format(model)
-        plan.on_meta(model.state_dict() if state_dict is None else state_dict)
+        plan.on_meta(model.state_dict() if state is None else state)
         return plan
     record = record_of(model)
     if record is not None:

@@ -204,10 +204,8 @@ def check_no_part_named(what: str, named: Iterable[str], parts: Parts) -> None:
         by_pattern.setdefault(tuple(map(without_numbers, (part, *joined))), {})[part] = joined
     listed = ""
     for layers in by_pattern.values():
-        names = ", ".join(compress(list(layers)))
-        listed += (
-            f"  {names}: part of {', '.join(compress([name for joined in layers.values() for name in joined]))}\n"
-        )
+        wholes = compress([name for joined in layers.values() for name in joined])
+        listed += f"  {', '.join(compress(list(layers)))}: part of {', '.join(wholes)}\n"
     raise InvalidPatcherError(
         f"{what} names layers that are parts of others in the patched model:\n{listed}"
         "Name those instead, or leave these modules out of the patcher."

@@ -147,8 +147,8 @@ class _Checkpoint:
         self.model = _model_of_transformers(model)
         if any(isinstance(part, FullyShardedDataParallel) for _, part in named_modules(model)):
             raise InvalidPatcherError(
-                f"{type(self.model).__name__} is split by FullyShardedDataParallel, whose parameters are pieces of no "
-                "shape. Split it by fully_shard (FSDP2) instead."
+                f"{type(self.model).__name__} is split by FullyShardedDataParallel, whose parameters are flattened. "
+                "Split it by fully_shard (FSDP2) instead."
             )
         quantizer: Any = getattr(self.model, "hf_quantizer", None)
         if quantizer is not None and not quantizer.is_serializable():
@@ -265,8 +265,8 @@ def _model_of_transformers(model: nn.Module) -> PreTrainedModel:
             models[path] = part
     if len(models) != 1:
         raise InvalidPatcherError(
-            f"The weights of one model of transformers are meant, and {type(model).__qualname__} has "
-            f"{', '.join(models) or 'none'}. Give the model itself."
+            f"Weights are those of one model of transformers, and {type(model).__qualname__} contains "
+            f"{', '.join(models) or 'none'}. Pass the model itself."
         )
     return next(iter(models.values()))
 
@@ -291,9 +291,7 @@ class _Part:
             self._gathered = {name: full_tensor(value.detach()) for name, value in self.state.items()}
             self._views = _saved_views(self.plan, self._gathered)
             storages = [value.untyped_storage() for value in self._gathered.values()]
-            self._storages = sorted(
-                (storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages
-            )
+            self._storages = sorted((item.data_ptr(), item.data_ptr() + item.nbytes()) for item in storages)
         return self.waiting.get(name, self._views[name])
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
@@ -315,7 +313,7 @@ class _Part:
             result = load_original_state_dict(self.model, self.waiting, strict=False)
             if result.unexpected_keys:
                 name = result.unexpected_keys[0]
-                raise _not_written(name, self.model, "is made by a conversion without a way back")
+                raise _not_written(name, self.model, "is made by a conversion that can't be reversed")
         self.waiting, self._gathered, self._views = {}, {}, {}
 
 
@@ -352,8 +350,8 @@ def _write(checkpoint: _Checkpoint, weights: Iterable[tuple[str, torch.Tensor]],
     text = (
         "These weights aren't those of the model's checkpoint. patcher.checkpoint_metadata(model) lists them.\n"
         + "".join(lines)
-        + "What fits has been written, so the model is neither what it was nor what was meant. Give it all tensors of "
-        "one checkpoint, or write strict=False if it is to keep the rest."
+        + "What fits has been written, so the model is partly updated. Pass all tensors of one checkpoint, or write "
+        "strict=False to keep the other values."
     )
     if strict:
         raise PatchedWeightsError(text)

@@ -56,14 +56,14 @@ def from_config(
 def init(stock: Stock, self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
     if isinstance(getattr(config, "__dict__", {}).get("patcher"), Patcher):  # configs accept any keyword argument
         raise InvalidPatcherError(
-            f"patcher= was given to the config of {type(self).__name__}, where no load finds it. Give it to what "
-            "loads or makes a model; the parts of one that is put together take encoder_patcher=, decoder_patcher= "
+            f"patcher= was given to the config of {type(self).__name__}, where no load finds it. Pass it to what "
+            "loads or constructs a model; the parts of a composite model take encoder_patcher=, decoder_patcher= "
             "and so on."
         )
     construction = construction_around()
     if construction is None and entered():
         raise PatchConstructionError(
-            f"{type(self).__name__}.__init__ was reached around the gate that a block puts on it, so no patcher can "
+            f"{type(self).__name__}.__init__ was called without the gate that a block puts on it, so no patcher can "
             "follow what it builds: the class was defined in the block, or another tool has replaced its __init__. "
             "Define it, and use that tool, before the block begins."
         )
@@ -75,9 +75,13 @@ def init(stock: Stock, self: PreTrainedModel, config: Any, *args: Any, **kwargs:
 
 @seam("transformers.modeling_utils:PreTrainedModel.post_init")
 def post_init(stock: Stock, self: PreTrainedModel) -> None:
+    construction = construction_around()
     # Also by hand: it rebinds `torch.nn.init`, and a load in another thread has rebound `tie_weights`.
     with construction_lock.held_for(type(self).__name__, or_without=True):
-        _initialise(stock, self)
+        if construction is None:
+            stock(self)
+        else:
+            _initialise(stock, self, construction)
 
 
 @seam("transformers.modeling_utils:patch_output_recorders", "model")
@@ -89,11 +93,7 @@ def modules_are_constructed(stock: Stock, model: PreTrainedModel) -> None:
     stock(model)
 
 
-def _initialise(stock: Stock, self: PreTrainedModel) -> None:
-    construction = construction_around()
-    if construction is None:
-        stock(self)
-        return
+def _initialise(stock: Stock, self: PreTrainedModel, construction: Construction) -> None:
     is_root = construction.root is self
     if is_root and not construction.is_skeleton:
         for entry in construction.rules.entries:

@@ -60,8 +60,8 @@ def save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: A
         fused_modules(self) or (record is not None and any(map(converts, record.patchers)))
     ):
         raise InvalidPatcherError(
-            "distributed_checkpoint=True writes the parameters as they lie in memory, and those of a patched model "
-            f"don't lie as in the checkpoint of {stock_class(self).__name__}. Leave it out."
+            "distributed_checkpoint=True writes the parameters as they are in memory, and those of a patched model "
+            f"aren't those of a checkpoint of {stock_class(self).__name__}. Leave it out."
         )
     save = None
     if record is not None or names_fusions(self.config) or carriers(self):
