@@ -56,10 +56,10 @@ from patcher.patterns import compress, inside
 from patcher.resolution.resolution import fuse_constructed_modules, replace_functions, resolve_constructed
 from patcher.spec.fingerprints import check_built, check_pins
 from patcher.spec.patcher import Patcher
+from patcher.spec.validation import MODULE_MAPPINGS
 
-#: Fields of a patcher and of a record that a load of replacements has checked and filled in.
-_CHECKED_BY_LOAD = ("class_mapping", "module_mapping")
-_RECORDED_BY_LOAD = ("read", "routes", "dropped", "new_weights", "dropped_weights")
+#: The fields of a record that follow from its load.
+_OF_LOAD = ("read", "routes", "dropped", "new_weights", "dropped_weights")
 
 
 @contextmanager
@@ -121,9 +121,10 @@ def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
     recorded: dict[str, Any] = {"read": has_used_conversions(model)}
     if patcher.class_mapping or patcher.module_mapping or patcher.dropped_weights or converts(patcher):
         model, record = _replaced(patcher, model)
-        recorded = {name: getattr(record, name) for name in _RECORDED_BY_LOAD}
-        checked = ((field, key) for field in _CHECKED_BY_LOAD for key in getattr(patcher, field))
-        construction.outcome |= Outcome(frozenset((entry, field, key) for field, key in checked))
+        recorded = {name: getattr(record, name) for name in _OF_LOAD}
+        # Mappings without effect have been reported.
+        used = ((entry, field, key) for field in MODULE_MAPPINGS for key in getattr(patcher, field))
+        construction.outcome |= Outcome(frozenset(used))
     construction.root = model
     replace_functions(construction, model)
     resolution = construction.resolution = resolve_constructed((entry,), model, functions=construction.functions)

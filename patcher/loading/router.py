@@ -139,8 +139,15 @@ class Router:
             self.routing.routes.append(Route((key,), (target,), layout))
         self._join_parts()
         self._check_quantized(experts)
-        self._check_shapes()
-        return self.routing
+        routing = self.routing
+        routing.problem = unfit_error(self.problems)
+        routing.missing_keys -= self.shapes.keys()
+        routing.unexpected_keys |= self.shapes.keys() - self.state.keys()
+        for name in self.shapes.keys() & self.state.keys():
+            shape, expected = self.shapes[name], self.state[name].shape
+            if tuple(shape) != tuple(expected):
+                routing.mismatched_keys.add((name, torch.Size(shape), expected))
+        return routing
 
     def route_keys(self, keys: Iterable[str]) -> None:
         """Route these keys, each alone or with those that are converted together."""
@@ -318,9 +325,8 @@ class Router:
         present = {name for layout in self.layouts for name in layout.fused} & keys_of_unplaced.keys()
         routing.is_runtime_layout = bool(present)
         arrange_in_blocks(routing.rest, keys_of_unplaced, self.layouts)
-        fused_shapes = [layout.fused_shapes() for layout in self.layouts]
         shapes = {name: shape_of(part.source) for name, part in self.parts.items()}
-        for layout, (prefix, placed), fused_shape in zip(self.layouts, self.placed, fused_shapes, strict=True):
+        for layout, (prefix, placed) in zip(self.layouts, self.placed, strict=True):
             parts = [self.parts[name] for name in layout.stock if name in self.parts]
             misfits = [
                 f"{name}: found {shapes[name]}, expected {shape}"
@@ -332,7 +338,7 @@ class Router:
                 continue
             keys = tuple(dict.fromkeys(key for part in parts for key in part.keys))
             routing.routes.append(Route(keys, tuple(layout.fused), placed))
-            self.shapes |= zip(layout.fused, map(tuple, fused_shape), strict=True)
+            self.shapes |= zip(layout.fused, map(tuple, layout.fused_shapes()), strict=True)
             if twice := present.intersection(layout.fused):
                 self.problems["twice"].append(f"{min(twice)} twice: as it is, and as {', '.join(keys)}")
             if self.dtype is not None:
@@ -394,16 +400,6 @@ class Router:
             targets = self.state.keys() & set(route.parameters) - unchanged if route.layout is not None else ()
             if any(is_quantized_tensor(self.state[target]) for target in targets):
                 self.problems["unquantized"] += route.keys
-
-    def _check_shapes(self) -> None:
-        routing = self.routing
-        routing.problem = unfit_error(self.problems)
-        for name, shape in self.shapes.items():
-            routing.missing_keys.discard(name)
-            if name not in self.state:
-                routing.unexpected_keys.add(name)
-            elif tuple(shape) != tuple(self.state[name].shape):
-                routing.mismatched_keys.add((name, torch.Size(shape), self.state[name].shape))
 
 
 def arrange_in_blocks(rest: dict[str, Any], keys: Mapping[str, str], layouts: Iterable[Layout]) -> None:

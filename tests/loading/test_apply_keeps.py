@@ -413,7 +413,7 @@ REFUSED = {
     ("layer", "bias_beside"): r"o_proj\.bias has the shape \(64,\)",
     ("model", "lora_beside"): r"self_attn\.q_proj has an adapter, which would be lost",
     ("model", "lora_on_the_head"): r"lm_head has an adapter, which would be lost",
-    ("model", "checkpointing"): r"embed_tokens has hooks \(_forward_hooks\), .* Take them off",
+    ("model", "checkpointing"): r"embed_tokens has hooks \(_forward_hooks\), .* Remove them",
     ("model", "bias_beside"): r"o_proj\.bias has the shape \(64,\) \(its config says None\), which would be lost",
 }
 PATCHERS = {"mlp": MLPS, "attention": ATTENTION, "model": ROOT, "mlp and qkv": MLPS | Patcher(fusions="qkv")}
@@ -448,7 +448,7 @@ def test_a_replaced_model_has_it_and_so_has_the_model_after_the_way_back(name: s
 @pytest.mark.parametrize(
     ("hold", "what"),
     [
-        (hook, r"mlp has hooks \(_forward_hooks\), .* Take them off, and register them on the result"),
+        (hook, r"mlp has hooks \(_forward_hooks\), .* Remove them, and register them on the result"),
         (hook_on_a_part, r"up_proj has hooks \(_forward_hooks\)"),
         (pre_hook, r"mlp has hooks \(_forward_pre_hooks\)"),
         (backward_hook, r"mlp has hooks \(_backward_hooks\)"),
@@ -711,7 +711,7 @@ def test_a_tie_is_not_kept_where_a_conversion_changes_the_values() -> None:
     assert torch.allclose(logits(patched), expected, atol=1e-5)
     assert described(Patcher().apply(patched)) == before
     given.model.layers[0].mlp.down_proj.weight = given.model.layers[1].self_attn.o_proj.weight
-    with pytest.raises(InvalidPatcherError, match=r"layers\.0\.mlp\.down_proj\.weight is tied .* Take the tie off"):
+    with pytest.raises(InvalidPatcherError, match=r"layers\.0\.mlp\.down_proj\.weight is tied .* Untie it"):
         patcher.apply(given)
 
 

@@ -127,14 +127,15 @@ def _config_of_plan(plan: SavePlan) -> Iterator[None]:
     if after == (before or {}):
         yield
         return
-    if after:
-        config.fusion_config = after
-    elif before is not None:
-        del config.fusion_config
+
+    def assign(value: Any) -> None:
+        if value is not None:
+            config.fusion_config = value
+        else:
+            config.__dict__.pop("fusion_config", None)
+
+    assign(after or None)
     try:
         yield
     finally:
-        if before is not None:
-            config.fusion_config = before
-        else:
-            del config.fusion_config
+        assign(before)
