@@ -305,9 +305,7 @@ class SplitBySizes(ConversionOps):
     def __init__(self, dim: int, sizes: tuple[tuple[str, int], ...]) -> None:
         self.dim, self.sizes = dim, sizes
 
-    def convert(
-        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
-    ) -> dict[str, list[torch.Tensor]]:
+    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, list[torch.Tensor]]:  # type: ignore[override]
         (tensors,) = input_dict.values()
         pieces = torch.split(single(tensors), [size for _, size in self.sizes], dim=self.dim)
         # The source patterns under which the tensors were joined are the target patterns of this direction.

@@ -47,10 +47,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def unfuse(
-    model: nn.Module,
-    predicate: Callable[[str, ModuleLayouts], bool],
-    reason: str,
-    replacements: Collection[type] = (),
+    model: nn.Module, predicate: Callable[[str, ModuleLayouts], bool], reason: str, replacements: Collection[type] = ()
 ) -> list[str]:
     """Restore the class and the layers of fused modules, after all of them have been checked; return their paths.
 

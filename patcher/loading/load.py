@@ -214,7 +214,7 @@ def not_constructed_error(load: Request) -> PatcherError:
 def summarize(
     construction: Construction, model: PreTrainedModel
 ) -> tuple[Outcome, PatchRecord, Placed, list[tuple[str, PreTrainedModel]]]:
-    """Return what a construction did (also to the blocks around it): outcome, record, replacements, and models."""
+    """Return the outcome, record, outermost replacements and models of a construction, and report it to blocks."""
     resolution: Resolution = construction.resolution or NO_CHANGE
     built, rules = construction.built, dict[str, dict[str, None]]()
     for replaced in built:

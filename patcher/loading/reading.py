@@ -171,7 +171,7 @@ def check_weights(
             # A strict patcher was checked against the modules when these were constructed.
             combined = outcome if entry.patcher.strict else selected.outcome | outcome
             diagnostics = diagnostics.with_unused([entry], combined, selected.model_class.__name__)
-        weights = _Weights(selected, routing, checkpoint, info)
+        weights = _Weights(selected, routing, info)
         added = selected.conversions.added
         if added and (routing.absent or any(is_concatenation(item.transform) for item in added)):
             diagnostics = diagnostics.with_error(weights.joining_error(stock_routing()), strict=True)
@@ -184,8 +184,8 @@ def check_weights(
 class _Weights:
     """The weights of replaced modules that are `absent` or `left_over`, without declared `new` and `dropped` ones."""
 
-    def __init__(self, selected: Selected, routing: Routing, checkpoint: Mapping[str, Any], info: Any) -> None:
-        self.selected, self.routing, self.checkpoint, self.info = selected, routing, checkpoint, info
+    def __init__(self, selected: Selected, routing: Routing, info: Any) -> None:
+        self.selected, self.routing, self.info = selected, routing, info
         self.model = model = selected.model
         self.patchers = [entry.patcher for entry in selected.in_force if not entry.is_registry]
         # Errors of a quantizer's conversions are raised by transformers, at the end.

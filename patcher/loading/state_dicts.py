@@ -340,11 +340,7 @@ def _as_in_transformers(
 
 
 def convert_checkpoint_keys(
-    model: PreTrainedModel,
-    state_dict: dict[str, Any],
-    prefix: str,
-    missing_keys: list[str],
-    error_msgs: list[str],
+    model: PreTrainedModel, state_dict: dict[str, Any], prefix: str, missing_keys: list[str], error_msgs: list[str]
 ) -> None:
     """Replace tensors of a checkpoint in a state dict by the stock parameters that they are converted to.
 

@@ -109,7 +109,9 @@ def test_what_a_conversion_makes_of_nothing_is_named() -> None:
     patcher, *_, parts = CASES["a class mapping"]
     state = {key: value for key, value in checkpoint_of("a class mapping").items() if key not in parts}
     for strict in (True, False):
-        with pytest.raises(PatchedWeightsError, match=r"the checkpoint lacks:\n  model\.layers\.1\.mlp\.gate_proj\.weight\n"):
+        with pytest.raises(
+            PatchedWeightsError, match=r"the checkpoint lacks:\n  model\.layers\.1\.mlp\.gate_proj\.weight\n"
+        ):
             load("a class mapping", state, patcher.replace(strict=strict))
     load("a class mapping", state, patcher.replace(new_weights="gate_up_proj"))
 
