@@ -126,7 +126,7 @@ def plan(
     >>> print(patcher.plan(config, Patcher({"LlamaMPL": torch.nn.Identity})).problems[0])
     These parts of the patcher have no effect in LlamaForCausalLM:
       class_mapping: no class of the model matches 'LlamaMPL'; nearest: LlamaMLP, LlamaModel, LlamaRMSNorm
-    Correct it or take it out; with strict=False this is a warning.
+    Correct or remove them; with strict=False this is a warning.
 
     The load itself is run on the meta device up to the read; the rest is decided by names and shapes. From a repo on
     the hub, only the config and the headers of the safetensors files are fetched. With an index as `checkpoint=`, the

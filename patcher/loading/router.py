@@ -325,8 +325,10 @@ class Router:
         present = {name for layout in self.layouts for name in layout.fused} & keys_of_unplaced.keys()
         routing.is_runtime_layout = bool(present)
         arrange_in_blocks(routing.rest, keys_of_unplaced, self.layouts)
+        # For all layers at once: each step of a load is taken for all of them, so that it can be followed.
+        fused_shapes = [layout.fused_shapes() for layout in self.layouts]
         shapes = {name: shape_of(part.source) for name, part in self.parts.items()}
-        for layout, (prefix, placed) in zip(self.layouts, self.placed, strict=True):
+        for layout, (prefix, placed), fused_shape in zip(self.layouts, self.placed, fused_shapes, strict=True):
             parts = [self.parts[name] for name in layout.stock if name in self.parts]
             misfits = [
                 f"{name}: found {shapes[name]}, expected {shape}"
@@ -338,7 +340,7 @@ class Router:
                 continue
             keys = tuple(dict.fromkeys(key for part in parts for key in part.keys))
             routing.routes.append(Route(keys, tuple(layout.fused), placed))
-            self.shapes |= zip(layout.fused, map(tuple, layout.fused_shapes()), strict=True)
+            self.shapes |= zip(layout.fused, map(tuple, fused_shape), strict=True)
             if twice := present.intersection(layout.fused):
                 self.problems["twice"].append(f"{min(twice)} twice: as it is, and as {', '.join(keys)}")
             if self.dtype is not None:
