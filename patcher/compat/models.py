@@ -103,6 +103,11 @@ def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def write_count(tensor: torch.Tensor) -> int:
+    """Return how often a tensor, or a view of it, was written to in place."""
+    return tensor._version
+
+
 def original_class(module: nn.Module) -> type[nn.Module] | None:
     """The class that a module was built in place of, if it is a replacement."""
     return module.__dict__.get(ORIGINAL)

@@ -23,7 +23,7 @@ from patcher.compat.conversions import (
     stock_revert,
     used_conversions,
 )
-from patcher.compat.models import ModelView, load_offloaded_parameter, stock_class
+from patcher.compat.models import ModelView, load_offloaded_parameter, stock_class, write_count
 from patcher.errors import PatchedWeightsError
 from patcher.fusions.base import Fusion
 from patcher.layouts.carried import Carrier, carriers, fused_modules, separated
@@ -84,9 +84,9 @@ class SavePlan:
         """Return what `saved_state_dict` does on the meta device; a quantizer's own tensors stay as they are."""
         with torch.inference_mode(False), torch.no_grad():
             inputs = {key: to_meta(value) for key, value in state_dict.items()}
-            versions = {key: value._version for key, value in inputs.items() if value.is_meta}
+            versions = {key: write_count(value) for key, value in inputs.items() if value.is_meta}
             result = self.saved_state_dict(inputs)
-        if any(inputs[key]._version != version for key, version in versions.items()):
+        if any(write_count(inputs[key]) != version for key, version in versions.items()):
             raise PatchedWeightsError(
                 f"A conversion of {type(self.model).__name__} writes into the tensors that it is given, so a save "
                 "would change the model. Write its operations without that."

@@ -1,10 +1,9 @@
-"""Do patches pay on this machine, and which of them? `patcher.benchmark(model, *patchers)`."""
+"""`patcher.benchmark`: which patchers pay on this machine."""
 
 from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import math
 import platform
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,18 +28,18 @@ from patcher.spec.validation import MAPPINGS, not_a_patcher
 from patcher.verification.comparing import requested
 from patcher.verification.gains import LEAST, Gain, rounds_needed
 from patcher.verification.passes import device_of
-from patcher.verification.progress import under_way
+from patcher.verification.progress import isolated
 from patcher.verification.rounds import ALL, MEASURES, STOCK, Rounds, measured_members
 from patcher.verification.sides import side_of
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A patcher beside stock.
+    """The gains of a patcher.
 
     Attributes:
-        patcher: what was measured.
-        gains: what was run -> what became of it; "all that is run" is the mean of prompts, decoding and training.
+        patcher: the patcher.
+        gains: by the name of the measure; "all that is run" is the mean of prompts, decoding and training.
     """
 
     patcher: Patcher
@@ -48,39 +47,39 @@ class Measured:
 
     @property
     def whole(self) -> Gain | None:
-        """All that is run, if more than loads is."""
+        """The mean of all that is run, None if only loads were measured."""
         return self.gains.get(ALL)
 
     @property
     def pays(self) -> bool:
-        """Whether it is faster than stock in all that is run, by more than noise."""
+        """Whether all that is run is faster than stock, by more than noise."""
         return self.whole is not None and self.whole.differs and self.whole.ratio < 1
 
     @property
     def label(self) -> str:
-        """The name of the patcher, or how it is made without its pins."""
+        """The name of the patcher, or its representation without pins."""
         return self.patcher.name or repr(self.patcher.replace(fingerprints={}, transformers=""))
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it for JSON."""
+        """Return all of it for JSON."""
         return {"patcher": repr(self.patcher), "pays": self.pays, "gains": self.gains}
 
 
 @dataclass(frozen=True)
 class Benchmark(Displayable):
-    """What `patcher.benchmark` found.
+    """The result of `patcher.benchmark`.
 
     Attributes:
         model: the class of the model.
-        checkpoint: where the weights came from.
-        dtype: what was computed in.
-        machine: the processor or GPU, and how many threads.
+        checkpoint: the source of the weights.
+        dtype: the dtype of the model.
+        machine: the processor or GPU, and the number of threads.
         versions: of Python, torch, transformers and this package.
         date: the day.
-        stock: what was run -> seconds of stock, or bytes.
-        measured: each patcher, and each subset of their members, beside stock.
+        stock: the seconds or bytes of stock by the name of the measure.
+        measured: the gains of each patcher and of each subset of their members.
         left_out: (patcher, why it wasn't measured).
-        rounds: how often everything was measured.
+        rounds: the number of rounds.
         seconds: the time that it took.
     """
 
@@ -100,28 +99,28 @@ class Benchmark(Displayable):
 
     @property
     def best(self) -> Patcher | None:
-        """The patcher to take: of those that pay the one that is the fastest in all that is run, or one of fewer
-        members that takes no more than a hundredth longer."""
-        found = self._best
-        return None if found is None else found.patcher
+        """The patcher to take: the fastest of those that pay, or one with fewer members that is at most a hundredth
+        slower; None if no patcher pays."""
+        best = self._best
+        return None if best is None else best.patcher
 
     @property
     def _best(self) -> Measured | None:
-        ratios = {each.patcher: each.gains[ALL].ratio for each in self.measured if each.pays}
-        most = min(ratios.values(), default=0.0) * (1 + LEAST)
-        fastest = [each for each in self.measured if ratios.get(each.patcher, math.inf) <= most]
-        return min(fastest, key=lambda each: (len(measured_members(each.patcher)), ratios[each.patcher]), default=None)
+        paying = [one for one in self.measured if one.pays]
+        most = min((one.gains[ALL].ratio for one in paying), default=0.0) * (1 + LEAST)
+        fastest = [one for one in paying if one.gains[ALL].ratio <= most]
+        return min(fastest, key=lambda one: (len(measured_members(one.patcher)), one.gains[ALL].ratio), default=None)
 
     @property
     def python(self) -> str:
-        """The best one as Python to paste, with where it was measured; "" where there is none."""
-        found = self._best
-        if found is None:
+        """The best one as Python to paste, with the machine and the figures; "" if no patcher pays."""
+        best = self._best
+        if best is None:
             return ""
-        groups = "; ".join(f"{name} {each.ratio:.2f}" for name, each in found.gains.items() if name != ALL)
+        groups = "; ".join(f"{name} {gain.ratio:.2f}" for name, gain in best.gains.items() if name != ALL)
         return (
-            f"# {found.gains[ALL].ratio:.2f} of stock's time on {self.checkpoint} ({self.model}, {self.dtype}):\n"
-            f"# {groups}\n# measured on {self.date}: {self.machine}; {self._versions}\n" + as_python(found.patcher)
+            f"# {best.gains[ALL].ratio:.2f} of stock's time on {self.checkpoint} ({self.model}, {self.dtype}):\n"
+            f"# {groups}\n# measured on {self.date}: {self.machine}; {self._versions}\n" + as_python(best.patcher)
         )
 
     @property
@@ -129,7 +128,7 @@ class Benchmark(Displayable):
         return ", ".join(f"{name} {version}" for name, version in self.versions.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it in dicts, lists, texts and numbers, for JSON; patchers as they are written, and `best`."""
+        """Return all of it for JSON, with `best`; patchers are strings."""
         left_out = [{"patcher": repr(patcher), "why": why} for patcher, why in self.left_out]
         return super().to_dict() | {"left_out": left_out, "best": None if self.best is None else repr(self.best)}
 
@@ -144,9 +143,9 @@ class Benchmark(Displayable):
         return f"{self.rounds} can't tell a gain from noise, {needed} can: seconds={longer:.0f}"
 
     def _headline(self) -> str:
-        found = self._best
+        best = self._best
         none = "too few rounds to tell" if self._too_few else "no patcher pays"
-        what = none if found is None else f"{found.label} takes {found.gains[ALL].ratio:.2f} of the time"
+        what = none if best is None else f"{best.label} takes {best.gains[ALL].ratio:.2f} of the time"
         where = ", ".join(filter(None, [self.dtype, self.checkpoint]))
         return f"{self.model}: {what} ({where}, {pluralize(self.rounds, 'round')} in {self.seconds:.0f} s)"
 
@@ -159,19 +158,19 @@ class Benchmark(Displayable):
         yield Notes("Too few rounds", [self._too_few] if self._too_few else [], "warning")
         bars: list[Bar] = []
         again: dict[str, str] = {}
-        for each in self.measured:
-            for name, one in sorted(each.gains.items(), key=lambda item: item[0] != ALL):
-                tone: Tone = "dim" if not one.differs else "good" if one.ratio < 1 else "bad"
-                inside = name != ALL and each.whole is not None
-                label = each.label if name == ALL else name if inside else f"{each.label}: {name}"
-                bars.append(Bar(label, one.ratio, inside, "", f"{one.ratio:.2f}  {one.verdict}", tone))
-                again[name] = f"{one.again:.3f}"
+        for one in self.measured:
+            for name, gain in sorted(one.gains.items(), key=lambda item: item[0] != ALL):
+                tone: Tone = "dim" if not gain.differs else "good" if gain.ratio < 1 else "bad"
+                inside = name != ALL and one.whole is not None
+                label = one.label if name == ALL else name if inside else f"{one.label}: {name}"
+                bars.append(Bar(label, gain.ratio, inside, "", f"{gain.ratio:.2f}  {gain.verdict}", tone))
+                again[name] = f"{gain.again:.3f}"
         yield Chart("Time, or memory, as a share of stock's", bars, 1.0, is_share=True)
         values = {name: f"{value / 2**20:.0f} MiB" if name == "memory" else f"{value * 1000:.1f} ms"
                   for name, value in self.stock.items()}  # fmt: skip
         rows = [(name, value, again.get(name, "")) for name, value in values.items()]
         yield Table("Stock", ("", "stock", "stock again / stock"), rows)
-        left_out = [(each.name or repr(each), why) for each, why in self.left_out]
+        left_out = [(patcher.name or repr(patcher), why) for patcher, why in self.left_out]
         yield Table("Not measured", ("patcher", "why"), left_out)
         yield Notes("Measured", [f"{self.date}, {self.machine}", self._versions], "")
 
@@ -188,61 +187,61 @@ def benchmark(
     progress: bool | None = None,
     **options: Any,
 ) -> Benchmark:
-    """Measure whether patchers pay on this machine: each of them, and each subset of their members, beside stock.
+    """Measure whether patchers, and subsets of their members, pay on this machine.
 
     >>> import patcher
     >>> from patcher import Patcher
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4)
-    >>> found = patcher.benchmark(config, Patcher(fusions=["qkv", "gate_up"]), seconds=8, measures=["prefill"])
-    >>> [each.label for each in found.measured]  # found.best is the one to take, print(found) shows all
+    >>> result = patcher.benchmark(config, Patcher(fusions=["qkv", "gate_up"]), seconds=8, measures=["prefill"])
+    >>> [one.label for one in result.measured]  # result.best is the one to take, print(result) shows all
     ["Patcher(fusions=['qkv', 'gate_up'])", "Patcher(fusions=['qkv'])", "Patcher(fusions=['gate_up'])"]
 
-    Stock, stock once more, and each patcher take turns, in an order that is drawn each round. Measured are:
+    Stock, stock once more, and each patcher take turns, in a random order in each round. The measures are:
 
-    - `load`, the seconds until the model is loaded and has run once, and `memory`, the most that is held meanwhile: of
-      the process (on Linux), or of the GPU;
-    - `prefill`, a prompt, and `decode`, four tokens after it, for one row and for eight; of what generates no text
-      `forward`. As many tokens as there is time for;
+    - `load`, the seconds until the model is loaded and has run once, and `memory`, the peak meanwhile: of the process
+      (on Linux), or of the GPU;
+    - `prefill`, a prompt, and `decode`, four tokens after it, for one row and for eight, with as many tokens as there
+      is time for; or `forward`, for models that don't generate text;
     - `training`: the forward and the backward pass.
 
-    The second stock measures the noise. What could be noise, is less than stock differs from itself, or less than a
-    hundredth, is "no difference"; a patch that does nothing gets another verdict at most once in twenty benchmarks.
-    That takes six rounds or more: give a large model more seconds. A patcher pays if the mean of prompts, decoding
-    and training is faster (each of these counts once, whatever the number of batches).
+    The second stock measures the noise. A difference that may be noise, or is smaller than that of stock from itself
+    or than a hundredth, is "no difference"; a patch that does nothing gets another verdict at most once in twenty
+    benchmarks. That takes six rounds or more: give a large model more seconds. A patcher pays if the mean of prompts,
+    decoding and training is faster (each counts once, whatever the number of batches).
 
-    Before they are measured, patchers are verified, quickly, in float32; subsets of them must compute what stock does
-    within the tolerance of their type. All models are in memory at once.
+    Patchers are verified first, quickly, in float32; outputs of subsets must be those of stock within the tolerance
+    of their dtype. All models are in memory at once.
 
     Args:
-        model: a repo id, a folder, or a config, of which a checkpoint of random weights is made.
-        patchers: what to measure. Of one that has no conversions, each key and each fusion is a member.
-        seconds: how long it may take; a round that has begun is finished, within twice the time.
-        inputs: arguments of the forward, such as a tokenizer gives, or a list of such.
-        measures: of the names above those to measure, by default all.
+        model: a repo id, a folder, or a config, for which a checkpoint of random weights is saved.
+        patchers: the patchers to measure. The members of one without conversions are its keys and fusions.
+        seconds: the time that it may take; a round that has begun is finished, within twice the time.
+        inputs: arguments of the forward, such as the output of a tokenizer, or a list of such.
+        measures: the names of the measures above, by default all.
         verify: whether to verify first.
-        model_class: the class of model, or an Auto class; by default what the config names.
+        model_class: the class of the model, or an Auto class; by default the one that the config names.
         seed: of inputs, random weights and the order.
-        progress: show a bar with what is left; by default where stderr is a terminal, or in a notebook.
-        options: more keyword arguments of `from_pretrained`, `dtype` for one. Where there is a GPU of CUDA, the model
-            is on it if `device_map` doesn't say otherwise.
+        progress: show a bar with the time left; by default on a terminal or in a notebook.
+        options: more keyword arguments of `from_pretrained`, such as `dtype`. With a CUDA GPU, `device_map` is "cuda"
+            by default.
 
     Raises:
-        InvalidPatcherError: no patchers, no model that could be measured, or inputs that stock doesn't run.
+        InvalidPatcherError: no patchers, not a model that can be measured, or inputs that stock doesn't run.
     """
     if not patchers:
         raise InvalidPatcherError(
             "benchmark(model, *patchers) found no patcher; write benchmark(model, Patcher(fusions=['qkv']))"
         )
-    for each in patchers:
-        if not isinstance(each, Patcher):
-            raise not_a_patcher("benchmark(model, {})", each)
+    for value in patchers:
+        if not isinstance(value, Patcher):
+            raise not_a_patcher("benchmark(model, {})", value)
     install()
     parts = requested("measure", MEASURES if measures is None else measures, MEASURES)
     started = time.perf_counter()
     if torch.cuda.is_available():
         options = {"device_map": "cuda"} | options
-    with under_way("measuring", seed, [""], progress) as (scratch, step):
+    with isolated("measuring", seed, [""], progress) as (scratch, step):
         side = side_of(model, options, scratch, seed, model_class)
         run = Rounds(side, scratch, seed, seconds, step, parts, verify, started)
         run.measure(patchers, inputs)
@@ -253,18 +252,18 @@ def benchmark(
             dtype=str(getattr(stock, "dtype", "")).removeprefix("torch."),
             machine=_machine(stock),
             versions={"Python": platform.python_version()}
-            | {each: importlib.metadata.version(each) for each in ("torch", "transformers", "patcher")},
+            | {name: importlib.metadata.version(name) for name in ("torch", "transformers", "patcher")},
             date=datetime.date.today().isoformat(),
             stock=run.of_stock(),
             measured=tuple(Measured(key, gains) for key, gains in run.gains().items()),
             left_out=tuple(run.left_out.items()),
             rounds=len(run.rounds),
-            seconds=run.passed,
+            seconds=run.elapsed,
         )
 
 
 def _machine(model: Any) -> str:
-    """What it was measured on."""
+    """Return the name of the processor or GPU."""
     device = torch.device("cpu") if model is None else device_of(model)
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -276,7 +275,7 @@ def _machine(model: Any) -> str:
 
 
 def as_python(patcher: Patcher) -> str:
-    """The lines that make a patcher.
+    """Return the lines that create a patcher.
 
     >>> print(as_python(Patcher(fusions="qkv")))
     from patcher import Patcher
@@ -286,7 +285,7 @@ def as_python(patcher: Patcher) -> str:
     names: dict[str, set[str]] = {"patcher": {text.split("(")[0].split(".")[0]}}
     keys: list[Any] = [key for field in MAPPINGS for key in getattr(patcher, field)]
     values: list[Any] = [value for field in MAPPINGS for value in getattr(patcher, field).values()]
-    values += [each for each in patcher.fusions if not isinstance(each, str)]
+    values += [fusion for fusion in patcher.fusions if not isinstance(fusion, str)]
     for conversion in patcher.extra_weight_conversions:
         values += [conversion, *getattr(conversion, "operations", ())]
     for value in [*keys, *values] if text.startswith("Patcher(") else ():

@@ -1,4 +1,4 @@
-"""Stock and patched side by side: what each pass gives on both, where an error begins, and what both save."""
+"""The stock and the patched model side by side: outputs, gradients, where an error begins, and saved weights."""
 
 from __future__ import annotations
 
@@ -23,30 +23,24 @@ from patcher.layouts.carried import CARRIED
 from patcher.loading.record import record_of
 from patcher.patterns import compress
 from patcher.verification.layers import LayerErrors, layer_errors
-from patcher.verification.passes import (
-    GRADIENT,
-    Difference,
-    Pass,
-    difference,
-    differences,
-)
+from patcher.verification.passes import GRADIENT, Difference, Pass, difference, differences
 
-#: Gradients go through the network twice: so many times the tolerance of outputs.
+#: The tolerance of gradients, in tolerances of outputs: they go through the network twice.
 GRADIENTS = 10.0
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One thing that was checked.
+    """One stage of a verification.
 
     Attributes:
-        name: what was checked; `verify` lists the names.
-        passed: whether it holds; also where nothing could be checked, and `message` says why.
-        figures: (what, value) of what was measured.
-        tolerance: the largest value of the first figure that passes, None where it must be equal.
-        message: what is wrong, and where; or why nothing was checked.
-        checked: whether anything was.
-        layers: how far each layer is from stock's, where the outputs were compared: on the first input that is wrong.
+        name: one of the names that `verify` lists.
+        passed: whether nothing differs; also where nothing could be checked, then `message` says why.
+        figures: (name, value) of what was measured.
+        tolerance: the largest value of the first figure that passes, None where values must be equal.
+        message: what differs and where, or why nothing was checked.
+        checked: whether anything was checked.
+        layers: the error of each layer, on the first input that differs, where outputs were compared.
         seconds: the time that it took.
     """
 
@@ -60,7 +54,7 @@ class Stage:
     seconds: float = field(default=0.0, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it for JSON."""
+        """Return all of it for JSON."""
         return {**vars(self), "figures": dict(self.figures)}
 
 
@@ -69,25 +63,25 @@ class UncheckedError(Exception):
 
 
 def error_text(error: BaseException) -> str:
-    """An error as one line of a report."""
+    """Return an error as one line of a report."""
     return f"{type(error).__name__}: {error}"
 
 
 def requested(what: str, names: Iterable[str] | str, known: Iterable[str]) -> tuple[str, ...]:
-    """Those of the known names that are requested, in their order: one, or several.
+    """Return one or several requested names in the order of the known ones.
 
     Raises:
-        InvalidPatcherError: one isn't known.
+        InvalidPatcherError: a name isn't known.
     """
-    wanted = {names} if isinstance(names, str) else {*names}
-    for name in sorted(wanted.difference(known)):
+    chosen = {names} if isinstance(names, str) else {*names}
+    for name in sorted(chosen.difference(known)):
         hint = did_you_mean(name, known, f"they are {', '.join(known)}.")
         raise InvalidPatcherError(f"{what}s={name!r}: there is no such {what}; {hint}")
-    return tuple(name for name in known if name in wanted)
+    return tuple(name for name in known if name in chosen)
 
 
 class Reference(NamedTuple):
-    """A run, and what the stock model gives, with all of its layers or with a few of those that are alike."""
+    """A run, and its results on the stock model with all layers, or with a few of those that are alike."""
 
     run: Pass
     expected: dict[str, torch.Tensor]
@@ -95,13 +89,13 @@ class Reference(NamedTuple):
 
 
 class Pair:
-    """The stock model and the patched one, loaded in the same way.
+    """The stock and the patched model, loaded in the same way.
 
     Attributes:
-        name: what the patched one is called.
-        stacks: the stacks of layers of both, each with the numbers of those that represent all.
-        refusal: what stock has raised, of what it was tried on.
-        failing: the first run of the last comparison that is wrong.
+        name: the name of the patched one in messages.
+        stacks: the stacks of layers of both, each with the indices of representative layers.
+        refusal: the last error of the stock model.
+        failing: the first run of the last comparison that differs.
     """
 
     def __init__(self, stock: Any, ours: Any, name: str = "the patched model") -> None:
@@ -112,60 +106,60 @@ class Pair:
 
     @contextmanager
     def layers(self, few: bool) -> Iterator[None]:
-        """Within, both models have only some of the layers that are alike, if few is true."""
-        before = [(stack, stack._modules, numbers) for stack, numbers in self.stacks] if few else []
+        """Reduce both models to their representative layers, if `few` is true."""
+        before = [(stack, stack._modules, indices) for stack, indices in self.stacks] if few else []
         try:
-            for stack, modules, numbers in before:
+            for stack, modules, indices in before:
                 # Under their own names: code that finds modules by paths works, and code that needs all raises.
                 items = list(modules.items())
-                stack._modules = OrderedDict(items[number] for number in sorted(numbers))
+                stack._modules = OrderedDict(items[index] for index in sorted(indices))
             yield
         finally:
             for stack, modules, _ in before:
                 stack._modules = modules
 
     def references(self, runs: Iterable[Pass], *, few: bool = True) -> Iterator[Reference]:
-        """What stock gives for those that it runs: with a few layers, or with all where it can't with a few."""
+        """Run the stock model with a few layers, or with all where it raises; skip runs that it refuses."""
         for run in runs:
             for some in (True, False) if few and self.stacks else (False,):
                 try:
                     with self.layers(some), torch.no_grad():
-                        found = Reference(run, run.results(self.stock), some)
-                except Exception as error:  # whatever a model raises for what it isn't made for
+                        reference = Reference(run, run.results(self.stock), some)
+                except Exception as error:  # whatever a model raises for unsuitable inputs
                     self.refusal = error_text(error)
                 else:
-                    yield found
+                    yield reference
                     break
 
     def compare(self, stage: str, references: Iterable[Reference], tolerance: float, prefix: str = "") -> Stage:
-        """Run the patched model on all that stock was run on. What is wrong with a few layers is looked at with all
-        of them, which decides.
+        """Run the patched model on all references. A difference with a few layers is decided with all of them.
 
         Args:
-            stage: what is checked.
-            prefix: what to say before the name of a run.
+            stage: the name of the stage.
+            prefix: of the names of runs.
 
         Raises:
-            UncheckedError: stock runs nothing of it.
+            UncheckedError: there are no references.
         """
         gaps: list[Difference] = []
         agreement: list[torch.Tensor] = []
         wrong: list[str] = []
         message, layers, tensors = "", None, 0
         self.failing = None
-        for each in references:
-            reference = each if not each.few or self.stacks else next(self.references([each.run]), each)
-            gap, text, mine = self.beside(reference, tolerance)
+        for reference in references:
+            if reference.few and not self.stacks:
+                reference = next(self.references([reference.run]), reference)
+            gap, text, results = self.beside(reference, tolerance)
             if text and reference.few and not wrong:
-                reference = next(self.references([each.run], few=False), reference)
-                gap, text, mine = self.beside(reference, tolerance)
+                reference = next(self.references([reference.run], few=False), reference)
+                gap, text, results = self.beside(reference, tolerance)
                 if not text:  # the few don't represent all
                     self.stacks.clear()
             gaps.append(gap)
             if reference.run.learns:
                 tensors = len(reference.expected)
             else:
-                agreement += _agreement(mine, reference.expected)
+                agreement += _agreement(results, reference.expected)
             if text and not wrong:
                 self.failing = reference
                 if gap.scale and gap.where:  # outputs, not gradients
@@ -188,57 +182,63 @@ class Pair:
         return Stage(stage, not message, tuple(figures), allowed, message, layers=layers)
 
     def beside(self, reference: Reference, tolerance: float) -> tuple[Difference, str, dict[str, torch.Tensor]]:
-        """How far the patched model is from stock, what is wrong with it, and what it gives."""
+        """Run the patched model. Return the difference, a message if it is too large, and the results."""
         run, expected, few = reference
         try:
             with self.layers(few):
-                mine = run.results(self.ours)
-        except Exception as error:  # stock went through it
+                results = run.results(self.ours)
+        except Exception as error:  # the stock model didn't raise
             return Difference(math.inf, math.inf, 0.0), f"{self.name} raises {error_text(error)}", {}
-        (outputs, learned), (theirs, to_learn) = map(_parted, (mine, expected))
-        gap = differences(outputs, theirs)
+        (outputs, gradients), (expected_outputs, expected_gradients) = map(_without_gradients, (results, expected))
+        gap = differences(outputs, expected_outputs)
         if not gap.within(tolerance):
-            return gap, f"they differ by {gap.absolute:.3g}, in {gap.where}" if gap.scale else gap.where, mine
+            return gap, f"they differ by {gap.absolute:.3g}, in {gap.where}" if gap.scale else gap.where, results
         if not run.learns:
-            return gap, "", mine
-        gaps = {key: difference([learned[key]] if key in learned else [], [one]) for key, one in to_learn.items()}
+            return gap, "", results
+        gaps = {
+            name: difference([gradients[name]] if name in gradients else [], [gradient])
+            for name, gradient in expected_gradients.items()
+        }
         # What is small beside the median of the largest gradient of each tensor is rounding.
         typical = statistics.median_high([gap.scale for gap in gaps.values()])
         allowed = GRADIENTS * tolerance
-        wrong = [key for key, gap in gaps.items() if not gap.absolute <= allowed * (max(gap.scale, typical) or 1.0)]
-        return max(gaps.values()), f"they differ for {', '.join(compress(wrong))}" if wrong else "", mine
+        wrong = [name for name, gap in gaps.items() if not gap.absolute <= allowed * (max(gap.scale, typical) or 1.0)]
+        message = f"they differ for {', '.join(compress(wrong))}" if wrong else ""
+        return max(gaps.values()), message, results
 
     def compare_weights(
-        self, name: str, expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]
+        self, stage: str, expected: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]
     ) -> Stage:
-        """What both save, byte for byte."""
+        """Compare what both save, byte for byte."""
         record = record_of(self.ours)
         declared = [text for patcher in (record.patchers if record else ()) for text in patcher.new_weights]
-        new = {key for key in found.keys() - expected.keys() if any(search(text, key) for text in declared)}
-        differing = [key for key in expected.keys() & found.keys() if not _equal_bytes(expected[key], found[key])]
-        wrong = [f"{key} is missing" for key in compress(expected.keys() - found.keys())]
-        wrong += [f"{key} is not in the original" for key in compress(found.keys() - expected.keys() - new)]
+        new = {key for key in saved.keys() - expected.keys() if any(search(text, key) for text in declared)}
+        differing = [key for key in expected.keys() & saved.keys() if not _equal_bytes(expected[key], saved[key])]
+        wrong = [f"{key} is missing" for key in compress(expected.keys() - saved.keys())]
+        wrong += [f"{key} is not in the original" for key in compress(saved.keys() - expected.keys() - new)]
         wrong += [f"{key} differs" for key in compress(sorted(differing))]
         figures = [("tensors", float(len(expected))), ("equal byte for byte", float(len(expected) - len(differing)))]
         figures += [("new", float(len(new)))] if new else []
-        return Stage(name, not wrong, tuple(figures), message="; ".join(wrong))
+        return Stage(stage, not wrong, tuple(figures), message="; ".join(wrong))
 
     def blame(self, path: str | None) -> str:
-        """The module in which the error begins, for a message."""
+        """Return the part of a message that names the module in which an error begins."""
         if path is None:
             return "it doesn't begin in a module that both have"
         mine, theirs = type(self.ours.get_submodule(path)), type(self.stock.get_submodule(path))
-        is_another = mine.__qualname__ != theirs.__qualname__  # a class of a generated file is called as that of stock
+        is_another = mine.__qualname__ != theirs.__qualname__  # a generated file uses the names of the original
         kind = f"{mine.__qualname__} in place of {theirs.__qualname__}" if is_another else mine.__qualname__
         if mine is not theirs and unrebound(mine) is theirs:
             kind = f"{mine.__qualname__}, which calls replaced functions"
         return f"it begins in {path or 'the model itself'} ({kind})"
 
 
-def _parted(values: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Outputs, and gradients under the names of what they are of."""
-    gradients = {name[len(GRADIENT) :]: value for name, value in values.items() if name.startswith(GRADIENT)}
-    return {name: value for name, value in values.items() if not name.startswith(GRADIENT)}, gradients
+def _without_gradients(
+    results: dict[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return outputs, and gradients by the names of their parameters."""
+    gradients = {name[len(GRADIENT) :]: value for name, value in results.items() if name.startswith(GRADIENT)}
+    return {name: value for name, value in results.items() if not name.startswith(GRADIENT)}, gradients
 
 
 def _equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -246,54 +246,54 @@ def _equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return same and torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
-def _agreement(mine: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """How often the largest of the first output is at the same place."""
-    one, other = (next(iter(each.values()), torch.empty(0)) for each in (mine, expected))
+def _agreement(results: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Return how often the argmax of the first output is the same."""
+    one, other = (next(iter(values.values()), torch.empty(0)) for values in (results, expected))
     if one.shape != other.shape or other.dim() < 2 or not other.numel():
         return []
     return [(one.argmax(-1) == other.argmax(-1)).float().mean()]
 
 
-# --- which layers are alike, so that a few represent all
+# --- representative layers
 
 
 def _stacks_of(stock: nn.Module, ours: nn.Module) -> Iterator[tuple[nn.Module, set[int]]]:
-    """The stacks of layers of both models, each with the numbers of those that represent all.
+    """Yield the stacks of layers of both models, with the indices of representative layers.
 
-    Of each kind the first two, the one in the middle and the last: what depends on the number of a layer is mostly
-    a bound on it, or whether it is even.
+    These are the first two of each kind, the one in the middle and the last: code that depends on the index of a layer
+    mostly compares it with a bound, or asks whether it is even.
     """
     theirs = dict(stock.named_modules())
     for path, stack in ours.named_modules():
         other = theirs.get(path)
         if not (isinstance(stack, nn.ModuleList) and isinstance(other, nn.ModuleList)) or len(stack) != len(other):
             continue
-        around = [path[:place] for place, letter in enumerate(path) if letter == "."]
-        if any(type(theirs.get(each)) is not type(ours.get_submodule(each)) for each in ["", *around]):
-            continue  # a replacement may go through the layers in another way
+        parents = [path[:index] for index, letter in enumerate(path) if letter == "."]
+        if any(type(theirs.get(parent)) is not type(ours.get_submodule(parent)) for parent in ["", *parents]):
+            continue  # a replacement may call the layers differently
         if not all(isinstance(layer, GradientCheckpointingLayer) for layer in other):
-            continue  # not known to be run one after another
+            continue  # not known to be called one after another
         kinds: dict[str, list[int]] = {}
-        for number, layers in enumerate(zip(stack, other, strict=True)):
-            kinds.setdefault("".join(_description(layer, number) for layer in layers), []).append(number)
-        numbers = {kind[place] for kind in kinds.values() for place in (0, min(1, len(kind) - 1), len(kind) // 2, -1)}
-        if len(numbers) < len(stack):
-            yield from [(stack, numbers), (other, numbers)]
+        for index, layers in enumerate(zip(stack, other, strict=True)):
+            kinds.setdefault("".join(_description(layer, index) for layer in layers), []).append(index)
+        indices = {kind[place] for kind in kinds.values() for place in (0, min(1, len(kind) - 1), len(kind) // 2, -1)}
+        if len(indices) < len(stack):
+            yield from [(stack, indices), (other, indices)]
 
 
-def _description(layer: nn.Module, number: int) -> str:
-    """All that a layer computes with, but for its own number and the values of its weights."""
-    found: list[Any] = []
+def _description(layer: nn.Module, index: int) -> str:
+    """Describe all that a layer computes with, except its index and the values of its weights."""
+    parts: list[Any] = []
     for path, module in layer.named_modules():
-        found += [path, type(module), id(type(module))]
+        parts += [path, type(module), id(type(module))]
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            found += [] if tensor is None else [(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)]
+            parts += [] if tensor is None else [(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)]
         for name, value in sorted(vars(module).items()):
             if name == CARRIED or "state_dict" in name or name in ("_parameters", "_buffers", "_modules"):
                 continue  # how weights are read, not what is computed
-            if type(value) is int and value == number and ("layer" in name or "idx" in name or "number" in name):
+            if type(value) is int and value == index and ("layer" in name or "idx" in name or "number" in name):
                 continue
             if name in TORCH_ATTRIBUTES and isinstance(value, dict):  # hooks
                 value = list(value.values())
-            found += [name, id(value) if isinstance(value, PretrainedConfig | torch.Tensor) else value]
-    return repr(found)
+            parts += [name, id(value) if isinstance(value, PretrainedConfig | torch.Tensor) else value]
+    return repr(parts)

@@ -1,14 +1,14 @@
-"""What is a gain, and what is noise: rounds in which stock is measured twice, and each patcher beside both.
+"""Telling gains from noise, in rounds that measure stock twice, and each patcher once.
 
-In a round everything is run once, in an order that is drawn. Where a patch does nothing, the two runs of stock and
-that of the patch are three runs of one thing, and which of them bears the name of the patch is chance: so the mean of
-its differences is compared with what comes out when the names are drawn anew in each round (a randomization test,
-Fisher 1935; it assumes no distribution). With several comparisons the probability that one of them says something of
-nothing is that of a single one (Holm 1979).
+A round runs everything in random order. The runs of stock and of a patch that does nothing are three runs of the same,
+and labelled by chance: so the mean of the patch's differences is compared with means for labels that are drawn anew in
+each round (a randomization test, Fisher 1935; it assumes no distribution). The error rate of several comparisons
+together is that of a single one (Holm 1979).
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -17,24 +17,24 @@ import torch
 
 Key = TypeVar("Key")
 
-#: How often a benchmark may say something of a patch that does nothing.
+#: The error rate of a benchmark for patches that do nothing.
 LEVEL = 0.05
-#: What is less isn't worth a patch, wherever it comes from.
+#: A smaller difference isn't worth a patch.
 LEAST = 0.01
-#: Deviations are cut at so many times their median: a moment in which the machine did something else isn't a gain.
+#: Deviations are clipped at this many times their median: other work of the machine isn't a gain.
 _CUT = 3.0
 _DRAWS = 20_000
 
 
 class Gain(NamedTuple):
-    """One thing that was measured, beside stock.
+    """A measure of a patcher beside stock.
 
     Attributes:
-        ratio: how many times what stock takes: the median of the rounds.
-        again: the same of stock beside itself.
-        chance: how often as much would be seen of a patch that does nothing.
-        rounds: how often it was measured.
-        differs: whether it is outside of the noise.
+        ratio: the median ratio to stock.
+        again: that of the second stock to the first.
+        chance: the probability of such a difference for a patch that does nothing.
+        rounds: the number of rounds.
+        differs: whether it is more than noise.
     """
 
     ratio: float
@@ -45,35 +45,37 @@ class Gain(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """In a word: less is better."""
+        """The verdict in a word; less is better."""
         return "no difference" if not self.differs else "better" if self.ratio < 1 else "worse"
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it for JSON."""
+        """Return all of it for JSON."""
         return self._asdict() | {"verdict": self.verdict}
 
 
 def gain(rounds: Sequence[Sequence[float]]) -> Gain:
-    """What rounds of (logarithm of stock's, of stock's again, of the patcher's) show by themselves.
+    """Compare rounds of logarithms (of stock, of the second stock, of the patcher).
 
-    >>> found = gain([(0.0, 0.01, -0.2), (0.02, 0.0, -0.21), (0.01, 0.03, -0.19)] * 3)
-    >>> round(found.ratio, 2), found.chance < 0.001
+    >>> result = gain([(0.0, 0.01, -0.2), (0.02, 0.0, -0.21), (0.01, 0.03, -0.19)] * 3)
+    >>> round(result.ratio, 2), result.chance < 0.001
     (0.81, True)
     """
     values = torch.tensor(rounds, dtype=torch.float64)
     centred = values - values.mean(1, keepdim=True)
     most = _CUT * float(centred.abs().median()) or float(centred.abs().max())
     centred = centred.clamp(-most, most)
-    drawn = torch.randint(0, 3, (len(rounds), _DRAWS), generator=torch.Generator().manual_seed(0))
-    by_chance, found = centred.gather(1, drawn).sum(0).abs(), float(centred[:, 2].sum().abs())
-    chance = (1 + int((by_chance >= found * (1 - 1e-9)).sum())) / (1 + _DRAWS)
-    beside, again = ((values[:, 2] - values[:, :2].mean(1)), values[:, 1] - values[:, 0])
-    ratios = [float(torch.tensor(statistics.median(each.tolist())).exp()) for each in (beside, again)]
-    return Gain(ratios[0], ratios[1], chance, len(rounds))
+    labels = torch.randint(0, 3, (len(rounds), _DRAWS), generator=torch.Generator().manual_seed(0))
+    by_chance, measured = centred.gather(1, labels).sum(0).abs(), float(centred[:, 2].sum().abs())
+    chance = (1 + int((by_chance >= measured * (1 - 1e-9)).sum())) / (1 + _DRAWS)
+    ratio, again = (
+        math.exp(statistics.median(logarithms.tolist()))
+        for logarithms in (values[:, 2] - values[:, :2].mean(1), values[:, 1] - values[:, 0])
+    )
+    return Gain(ratio, again, chance, len(rounds))
 
 
 def rounds_needed(patchers: int) -> int:
-    """How many it takes until one of so many patchers can be outside of the noise.
+    """Return the number of rounds after which one of so many patchers can differ by more than noise.
 
     >>> rounds_needed(1), rounds_needed(3)
     (3, 4)
@@ -82,13 +84,13 @@ def rounds_needed(patchers: int) -> int:
 
 
 def decided(gains: Mapping[Key, Gain]) -> dict[Key, Gain]:
-    """All of a benchmark, with what is outside of the noise: improbable among so many comparisons, more than stock
-    differs from itself, and more than a hundredth."""
-    found = dict(gains)
-    for place, key in enumerate(sorted(gains, key=lambda key: gains[key].chance)):
-        each = gains[key]
-        if each.chance > LEVEL / (len(gains) - place):
+    """Mark the gains that are more than noise: improbable among all comparisons, larger than the difference of stock
+    from itself, and larger than a hundredth."""
+    results = dict(gains)
+    for index, key in enumerate(sorted(gains, key=lambda key: gains[key].chance)):
+        result = gains[key]
+        if result.chance > LEVEL / (len(gains) - index):
             break
-        apart, again = (abs(ratio - 1) for ratio in (each.ratio, each.again))
-        found[key] = each._replace(differs=apart > max(again, LEAST))
-    return found
+        difference, again = (abs(ratio - 1) for ratio in (result.ratio, result.again))
+        results[key] = result._replace(differs=difference > max(again, LEAST))
+    return results

@@ -1,4 +1,4 @@
-"""Is a generated file right? `patcher.codegen.verify(config)`, and `patcher codegen verify` on the command line."""
+"""`patcher.codegen.verify`: compare the models of a generated file with stock, and with the runtime patch."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from patcher.errors import CodegenError, UnmatchedPatchError
 from patcher.spec.patcher import Patcher
 from patcher.verification.comparing import error_text
 from patcher.verification.inputs import chosen_passes
-from patcher.verification.progress import under_way
+from patcher.verification.progress import isolated
 from patcher.verification.sides import Side, random_checkpoint, small_config
 from patcher.verification.verify import HEADS, Judged, Verification, compare
 
-#: What is compared of a file, on the quick inputs: beside stock all of it, beside the runtime patch what is computed.
+#: The stages beside stock; all but the last beside the runtime patch.
 _STAGES = ("outputs", "gradients", "save")
-#: Which models of a module are tried first: those that hold the others.
+#: The parts of class names in the order in which models are tried: those that contain the others first.
 _ORDER = ("ForConditionalGeneration", "ForCausalLM", "LMHeadModel", "ForMaskedLM", "For", "")
-#: The file and the line of a function: code objects of the same text are equal wherever they are.
+#: The file and the line of a function, since code objects of the same text are equal wherever they are.
 _Place = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class FileVerification(Judged):
-    """What `patcher.codegen.verify` found.
+    """The result of `patcher.codegen.verify`.
 
     Attributes:
         source: the module that is patched.
         file: the name of the file.
-        models: the models of the file that were run, each beside stock.
-        exact: those that the runtime patch changes, beside stock under it: the same to the bit.
+        models: the models of the file beside stock.
+        exact: the same models beside the runtime patch, where outputs must be equal to the bit.
         unrun: the patches that no model has run; `partly` lets them pass.
-        problems: what else is wrong: what can't be loaded, or made.
+        problems: other errors, such as a runtime patch that can't be loaded.
         skipped: (class, why) of models that could not be run.
         seconds: the time that it took.
     """
@@ -65,31 +65,31 @@ class FileVerification(Judged):
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether models were run, without failures."""
         return bool(self.models) and not self.failures
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """What is wrong, a text for each."""
-        found = [f"{each.model}: {what}: {text}" for what, each in self._compared for text in each.failures]
-        return (*self.problems, *found, *(f"{text} never ran" for text in self.unrun if not self.partly))
+        """The texts of all failures."""
+        compared = [f"{model.model}: {what}: {text}" for what, model in self._compared for text in model.failures]
+        return (*self.problems, *compared, *(f"{text} never ran" for text in self.unrun if not self.partly))
 
-    def _wrong(self) -> str:
+    def _error(self) -> str:
         text = f"{self.file} is wrong:\n  " + "\n  ".join(self.failures or ("nothing was run",))
         return "" if self.passed else text
 
     @property
     def _compared(self) -> list[tuple[str, Verification]]:
-        exact = [("the file and the runtime patch", each) for each in self.exact]
-        return [*exact, *(("the file and stock", each) for each in self.models)]
+        exact = [("the file and the runtime patch", model) for model in self.exact]
+        return [*exact, *(("the file and stock", model) for model in self.models)]
 
     def _headline(self) -> str:
-        apart = max((model.figures("outputs").get("max relative", 0.0) for model in self.models), default=0.0)
-        right = f"as its config says, outputs {apart:.2g} (relative) from stock's"
+        gap = max((model.figures("outputs").get("max relative", 0.0) for model in self.models), default=0.0)
+        right = f"as its config says, outputs {gap:.2g} (relative) from stock's"
         return f"{self.file}, of {self.source}: {right if self.passed else 'WRONG'} ({self.seconds:.1f} s)"
 
     def _parts(self) -> Iterator[Part]:
-        rows = [(each.model, what, *row) for what, each in self._compared for row in each.rows()]
+        rows = [(model.model, what, *row) for what, model in self._compared for row in model.rows()]
         yield Table("The models of the file", ("model", "compared", *HEADS), rows)
         yield Notes("Wrong", self.problems, "bad")
         yield Notes("Patches that never ran", self.unrun, "warning" if self.partly else "bad")
@@ -110,27 +110,27 @@ def verify(
     >>> from patcher.codegen import PatchConfig, verify
     >>> config = PatchConfig("transformers.models.llama.modeling_llama", "patched_modeling_llama.py")
     >>> _ = config.replace_function("rotate_half", "def rotate_half(x):\\n    return x.roll(x.shape[-1] // 2, -1)\\n")
-    >>> found = verify(config)
-    >>> (model,) = found.models
-    >>> found.passed, model.model, model.figures("outputs")["max abs"] > 0.01  # the sign is missing
+    >>> result = verify(config)
+    >>> (model,) = result.models
+    >>> result.passed, model.model, model.figures("outputs")["max abs"] > 0.01  # the sign is missing
     (True, 'LlamaForCausalLM', True)
 
-    A checkpoint of random weights is made by stock, of a small config. It is read by stock, by the file, and by stock
-    with `config.to_patcher()`, and they are compared as `patcher.compare` compares any two models. File and runtime
-    patch must compute the same to the bit, outputs and gradients, and the file saves what stock saves, byte for byte.
-    How far it is from stock is only measured: the author of a patch knows what is to differ. Models of the
-    module are run until every patch has run.
+    Stock, the file, and stock with `config.to_patcher()` load one checkpoint of random weights of a small config, and
+    are compared as `patcher.compare` compares any two models. The outputs and gradients of the file and the runtime
+    patch must be equal to the bit, and the files that it saves those of stock, byte for byte. The difference of its
+    outputs from stock's is only measured, since patches may be meant to change them. Models of the module are run
+    until every patch has run.
 
     Args:
         config: the description of the file.
         model_class: the model to run, or its name; by default those of the module, one with a head first.
-        model_config: a small config of it; by default one is made.
-        tolerance: how far outputs may be from stock's, relative to their magnitude; ten times that for gradients.
+        model_config: a small config of it; by default one is generated.
+        tolerance: of the outputs beside stock's, relative to their magnitude; ten times that for gradients.
         partly: let patches that never ran pass.
         seed: of the weights.
 
     Raises:
-        CodegenError: the file can't be generated or imported, or there is no such model.
+        CodegenError: the file can't be generated or imported, or has no such model.
     """
     started = time.perf_counter()
     generated = build(config)
@@ -138,14 +138,14 @@ def verify(
     exact: list[Verification] = []
     problems: list[str] = []
     skipped: list[tuple[str, str]] = []
-    patcher: Patcher | None = None  # where it would change nothing, or can't be made
+    patcher: Patcher | None = None  # if it would change nothing, or can't be created
     try:
         patcher = to_patcher(config) if generated.patches else None
     except CodegenError as error:
         if "to_patcher() would change nothing" not in str(error):
             problems.append(f"the runtime patch: {error}")
     with (
-        under_way(f"verifying {config.target_file}", seed, ()) as (folder, step),
+        isolated(f"verifying {config.target_file}", seed, ()) as (folder, step),
         _imported(generated, folder) as module,
     ):
         left = _places_of(generated, module)
@@ -153,7 +153,7 @@ def verify(
             if models and not left and model_class is None:
                 break
             step(stock.__name__)
-            with _running(left):
+            with _removing_run(left):
                 try:
                     small = small_config(stock.config_class) if model_config is None else model_config
                     checkpoint = unpatched(partial(random_checkpoint, stock, small, folder / stock.__name__, seed))
@@ -174,7 +174,7 @@ def verify(
                         problems.append(f"{stock.__name__}: the runtime patch can't be loaded: {error_text(error)}")
                 models.append(compare(Side(stock, checkpoint), file, stages=_STAGES, quick=True, tolerance=allowed))
     if not models and not problems:
-        problems = [f"no model could be run: {'; '.join(': '.join(each) for each in skipped) or 'there is none'}"]
+        problems = [f"no model could be run: {'; '.join(map(': '.join, skipped)) or 'there is none'}"]
     return FileVerification(
         source=config.source_module,
         file=config.target_file,
@@ -190,7 +190,7 @@ def verify(
 
 @contextmanager
 def _imported(generated: Generated, folder: Path) -> Iterator[ModuleType]:
-    """The file, written and imported as others will import it: from outside of transformers."""
+    """Write the file, and import it from outside of transformers, as its users will."""
     path = folder / generated.config.target_file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(generated.text, "utf-8", newline="")
@@ -212,8 +212,8 @@ def _imported(generated: Generated, folder: Path) -> Iterator[ModuleType]:
 def _candidates(
     config: PatchSpec, original: ModuleType, module: ModuleType, requested: str | type[PreTrainedModel] | None
 ) -> list[Any]:
-    """The models of the module that the file has as well, in the order in which they are tried."""
-    found = {
+    """Return the models of the module that the file has too, in the order in which they are tried."""
+    models = {
         name: value
         for name, value in vars(original).items()
         if isinstance(value, type) and issubclass(value, PreTrainedModel) and value.__module__ == original.__name__
@@ -221,23 +221,25 @@ def _candidates(
     }
     if requested is not None:
         name = requested if isinstance(requested, str) else requested.__name__
-        if name not in found:
-            raise config.error(f"verify() found no model {name!r} in {original.__name__}, only {', '.join(found)}.")
-        return [found[name]]
-    bases = {base for value in found.values() for base in value.__bases__ if base.__name__.endswith("PreTrainedModel")}
-    names = [name for name, value in found.items() if value not in bases]
-    return [found[name] for name in sorted(names, key=lambda each: [part in each for part in _ORDER].index(True))]
+        if name not in models:
+            raise config.error(f"verify() found no model {name!r} in {original.__name__}, only {', '.join(models)}.")
+        return [models[name]]
+    bases = {
+        base for model in models.values() for base in model.__bases__ if base.__name__.endswith("PreTrainedModel")
+    }
+    names = [name for name, model in models.items() if model not in bases]
+    return [models[name] for name in sorted(names, key=lambda name: [part in name for part in _ORDER].index(True))]
 
 
 # --- which patches have run
 
 
 def _places_of(generated: Generated, module: ModuleType) -> dict[str, set[_Place]]:
-    """Each patch of the author whose code can run, and where the functions are that it has written or imported."""
-    found: dict[str, set[_Place]] = {}
+    """Return the places of the functions of each patch that the author wrote."""
+    result: dict[str, set[_Place]] = {}
     for patch in generated.patches:
         if patch.new and patch in generated.config.of_runtime:
-            continue  # how the models of a file read and write, and heads that they may not have
+            continue  # generated for loads and saves
         parts = patch.definition.split(".")
         if parts[-1] in ("setter", "deleter", "getter") and len(parts) > 2:
             parts.pop()
@@ -245,27 +247,29 @@ def _places_of(generated: Generated, module: ModuleType) -> dict[str, set[_Place
         for part in parts:
             value = vars(value).get(part) if isinstance(value, type | ModuleType) else None
         values = list(vars(value).values()) if isinstance(value, type) else [value]
-        values += [each for one in values if isinstance(one, property) for each in (one.fget, one.fset, one.fdel)]
-        functions = (inspect.unwrap(getattr(each, "__func__", each)) for each in values)
-        codes = [each.__code__ for each in functions if isinstance(each, FunctionType)]
-        found[f"{patch.kind.value} {patch.target}"] = {(code.co_filename, code.co_firstlineno) for code in codes}
-    return {label: places for label, places in found.items() if places}
+        values += [
+            part for value in values if isinstance(value, property) for part in (value.fget, value.fset, value.fdel)
+        ]
+        functions = (inspect.unwrap(getattr(value, "__func__", value)) for value in values)
+        codes = [function.__code__ for function in functions if isinstance(function, FunctionType)]
+        result[f"{patch.kind.value} {patch.target}"] = {(code.co_filename, code.co_firstlineno) for code in codes}
+    return {label: places for label, places in result.items() if places}
 
 
 @contextmanager
-def _running(left: dict[str, set[_Place]]) -> Iterator[None]:
-    """Within, what runs is noted; afterwards only those are left that haven't."""
-    seen: set[_Place] = set()
+def _removing_run(left: dict[str, set[_Place]]) -> Iterator[None]:
+    """Remove the patches of which a function is called."""
+    called: set[_Place] = set()
 
-    def note(frame: Any, event: str, _: object) -> None:
+    def record(frame: Any, event: str, _: object) -> None:
         if event == "call":
-            seen.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
+            called.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
 
     before = sys.getprofile()
-    sys.setprofile(note)
+    sys.setprofile(record)
     try:
         yield
     finally:
         sys.setprofile(before)
-        for label in [label for label, places in left.items() if places & seen]:
+        for label in [label for label, places in left.items() if places & called]:
             del left[label]

@@ -1,8 +1,8 @@
-"""Inputs for any model: what its `forward` takes by name, in the shapes of its config, tried one by one.
+"""Inputs for any model: arguments by the names in its `forward`, in the shapes of its config, tried one by one.
 
-A pass that stock refuses is dropped; of the others those are kept that reach layers which no earlier one reached. An
-image goes with as many image tokens as the model itself makes features of it. Where a processor lies beside the
-checkpoint, what it makes of an image or a sound is tried before anything is guessed.
+A pass that the stock model refuses is dropped; others are kept if they reach layers that no earlier one reached.
+An image comes with as many image tokens as the model makes features of it. Where there is a processor beside the
+checkpoint, its output for an image or a sound is tried first.
 """
 
 from __future__ import annotations
@@ -20,52 +20,51 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from patcher.checkpoints.model_classes import PLACES
 from patcher.verification.comparing import error_text
-from patcher.verification.passes import Pass as Pass, fitted, floating_tensors, noting_calls, parameters_of
+from patcher.verification.passes import Pass as Pass, fitted, floating_tensors, parameters_of, recording_calls
 
 
 def processor_of(model: Any, options: Mapping[str, Any]) -> Any:
-    """What makes inputs of texts, images and sounds: the processor of a folder or a repo, or its image processor,
-    feature extractor or tokenizer. None where there is none, or it needs a package that isn't here.
-    """
+    """Return the processor, image processor, feature extractor or tokenizer of a folder or repo, None without one."""
     places = {key: value for key, value in options.items() if key in PLACES - {"variant"}}
     for auto in (AutoProcessor, AutoTokenizer) if isinstance(model, str | os.PathLike) else ():
-        with suppress(Exception):
+        with suppress(Exception):  # there is none, or it needs a package that isn't installed
             return auto.from_pretrained(model, **places)
     return None
 
 
 def processed(model: PreTrainedModel, processor: Any) -> Iterator[Pass]:
-    """What a processor makes of a generated image and a sound, with a text where it takes one: the richest first."""
+    """Yield the output of a processor for a generated image or sound, with a text where it takes one."""
     if processor is None:
         return
-    taken = parameters_of(model)
+    accepted = parameters_of(model)
     generator = torch.Generator().manual_seed(0)
     rate = getattr(getattr(processor, "feature_extractor", processor), "sampling_rate", None)
     image = torch.randint(0, 256, (64, 96, 3), dtype=torch.uint8, generator=generator).numpy()
     sound = torch.randn(rate or 1, generator=generator).numpy()
     tokens = [getattr(processor, name, None) or "" for name in ("image_token", "audio_token")]
     text = {"text": [f"{''.join(tokens)} What is it?"]}
-    seen, heard = {"images": [image]}, {"audio": [sound], "sampling_rate": rate}
-    spoken = {"raw_speech": [sound], "sampling_rate": rate}  # as feature extractors call it
+    images, audio = {"images": [image]}, {"audio": [sound], "sampling_rate": rate}
+    speech = {"raw_speech": [sound], "sampling_rate": rate}  # as feature extractors call it
     content = [{"type": "image", "image": image}, {"type": "text", "text": "What is it?"}]
     chat = {"conversation": [{"role": "user", "content": content}], "tokenize": True, "return_dict": True}
-    plain: dict[str, Any] = {"use_cache": False} if "use_cache" in taken else {}
-    plain |= {"decoder_input_ids": torch.tensor([[0, 1, 2, 3]])} if "decoder_input_ids" in taken else {}
-    for given in (chat, seen | text, heard | text, seen, heard, spoken):
+    common: dict[str, Any] = {"use_cache": False} if "use_cache" in accepted else {}
+    common |= {"decoder_input_ids": torch.tensor([[0, 1, 2, 3]])} if "decoder_input_ids" in accepted else {}
+    for arguments in (chat, images | text, audio | text, images, audio, speech):
         with suppress(Exception):  # it takes something else
-            call = processor.apply_chat_template if given is chat else processor
-            made = call(**given, return_tensors="pt")
-            known = {name: value for name, value in made.items() if name in taken and isinstance(value, torch.Tensor)}
-            if any(value.is_floating_point() for value in known.values()):  # an image or a sound, which it took
-                yield Pass("forward", plain | known)
+            call = processor.apply_chat_template if arguments is chat else processor
+            batch = call(**arguments, return_tensors="pt")
+            tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+            tensors = _only(tensors, accepted)
+            if any(value.is_floating_point() for value in tensors.values()):  # it took the image or the sound
+                yield Pass("forward", common | tensors)
 
 
 class NoInputsError(Exception):
-    """Stock runs with nothing that was tried."""
+    """The stock model runs on none of the inputs that were tried."""
 
 
 def chosen_passes(model: Any, first: Iterable[Pass] = (), reached: Iterable[str] = ()) -> list[Pass]:
-    """The passes that stock runs, without those that reach nothing new.
+    """Return the passes that the stock model runs, without those that reach nothing new.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4)
@@ -74,11 +73,11 @@ def chosen_passes(model: Any, first: Iterable[Pass] = (), reached: Iterable[str]
 
     Args:
         model: the stock model.
-        first: passes that are tried before any is guessed.
-        reached: the layers that other passes reach.
+        first: passes to try before any is guessed.
+        reached: the paths of layers that other passes reach.
 
     Raises:
-        NoInputsError: there is none; what the first one says.
+        NoInputsError: there is none, with the first error.
     """
     # The fusions are about layers with weights.
     layers = {
@@ -90,33 +89,34 @@ def chosen_passes(model: Any, first: Iterable[Pass] = (), reached: Iterable[str]
     error = ""
     reached = set(reached)
     chosen: list[Pass] = []
-    # The whole first, then models inside of which it has not reached everything: towers that want other inputs.
+    # The whole model first, then inner models of which not all has been reached: towers with other inputs.
     for path, part in model.named_modules():
         inside = {name for name in layers if name.startswith(f"{path}.") or not path}
-        for one in chain(() if path else first, _candidates(part, path)) if isinstance(part, PreTrainedModel) else ():
+        for run in chain(() if path else first, _guesses(part, path)) if isinstance(part, PreTrainedModel) else ():
             if reached and reached >= inside:
                 break
-            here: set[str] = set()
+            called: set[str] = set()
             try:
-                with torch.no_grad(), noting_calls(model, here):
-                    given = one.of(model)
-            except Exception as raised:  # whatever a model raises for what it isn't made for
+                with torch.no_grad(), recording_calls(model, called):
+                    outputs = run.of(model)
+            except Exception as raised:  # whatever a model raises for unsuitable inputs
                 error = error or error_text(raised)
                 continue
-            if given and (not reached or here & layers - reached):
-                chosen.append(one)
-                reached |= here & layers
+            if outputs and (not reached or called & layers - reached):
+                chosen.append(run)
+                reached |= called & layers
     if not chosen and not reached:
-        raise NoInputsError(error or f"{type(model).__name__} takes nothing")
+        raise NoInputsError(error or f"{type(model).__name__} takes no known inputs")
     return chosen
 
 
 _PICTURES = {"pixel_values", "pixel_values_videos", "images", "image", "hidden_states", "flattened_patches"}
 
 
-def _candidates(model: Any, path: str) -> Iterator[Pass]:
+def _guesses(model: Any, path: str) -> Iterator[Pass]:
+    """Yield passes of a model by the names of its arguments."""
     generator = torch.Generator().manual_seed(0)
-    taken = parameters_of(model)
+    accepted = parameters_of(model)
     ids = torch.randint(3, 100, (2, 12), generator=generator)
     text = {
         "input_ids": ids,
@@ -124,79 +124,82 @@ def _candidates(model: Any, path: str) -> Iterator[Pass]:
         "decoder_input_ids": torch.randint(3, 100, (2, 6), generator=generator),
         "bbox": torch.randint(0, 100, (2, 12, 4), generator=generator).sort(-1).values,
     }
-    text, plain = _known(text, taken), _known({"use_cache": False}, taken)
-    images = list(_images(model.config, generator)) if _PICTURES & taken.keys() else []
-    sounds = list(_sounds(model.config, taken, generator))
-    width = _number(model.config, "hidden_size", "d_model", default=64)
+    text, uncached = _only(text, accepted), _only({"use_cache": False}, accepted)
+    images = list(_images(model.config, generator)) if _PICTURES & accepted.keys() else []
+    sounds = list(_sounds(model.config, accepted, generator))
     for arguments in chain(
-        _with_images(model, text, [_known(image, taken) for image in images]),
+        _with_images(model, text, [_only(image, accepted) for image in images]),
         *([sound, text | sound] for sound in sounds),
-        (_known(image, taken) for image in images),
-        _without(text, taken, width, generator),
+        (_only(image, accepted) for image in images),
+        _texts(text, accepted, _size(model.config, "hidden_size", "d_model", default=64), generator),
     ):
-        yield Pass("forward", arguments | plain, path)
+        yield Pass("forward", arguments | uncached, path)
     for method in ("get_image_features", "get_video_features", "get_text_features", "get_audio_features"):
         if hasattr(model, method):
-            accepted = parameters_of(model, method)
             for arguments in [*images, *sounds, text]:
-                yield Pass(method, _known(arguments, accepted), path)
+                yield Pass(method, _only(arguments, parameters_of(model, method)), path)
 
 
-def _known(arguments: dict[str, Any], taken: Container[str]) -> dict[str, Any]:
-    return {name: value for name, value in arguments.items() if name in taken}
+def _only(arguments: dict[str, Any], accepted: Container[str]) -> dict[str, Any]:
+    """Return the arguments that are accepted."""
+    return {name: value for name, value in arguments.items() if name in accepted}
 
 
-def _without(text: dict[str, Any], taken: Container[str], width: int, generator: torch.Generator) -> Iterator[Any]:
-    """What goes in where there is neither an image nor a sound."""
+def _texts(
+    text: dict[str, Any], accepted: Container[str], width: int, generator: torch.Generator
+) -> Iterator[dict[str, Any]]:
+    """Yield arguments without an image or a sound."""
     yield text
-    crossed = _known({"encoder_hidden_states": torch.randn(2, 5, width, generator=generator)}, taken)
-    if "input_ids" in taken:
+    crossed = _only({"encoder_hidden_states": torch.randn(2, 5, width, generator=generator)}, accepted)
+    if "input_ids" in accepted:
         yield {"input_ids": text["input_ids"]}
         yield text | crossed
     for name in ("inputs_embeds", "hidden_states"):
-        if name in taken:
+        if name in accepted:
             states = {name: torch.randn(2, 12, width, generator=generator)}
             yield states
             yield states | crossed
 
 
 def _images(config: Any, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-    """An image in every form that processors give; what a model doesn't take is left out later."""
+    """Yield images in all forms of transformers' processors, with more arguments than most models accept."""
     vision = _part(config, "vision_config", "backbone_config")
-    channels = _number(vision, "num_channels", "in_channels", "in_chans", default=3)
+    channels = _size(vision, "num_channels", "in_channels", "in_chans", default=3)
     size: Any = getattr(vision, "image_size", None) or getattr(config, "image_size", None) or 32
     if isinstance(size, dict):
         size = (size["height"], size["width"])
     height, width = [size, size] if isinstance(size, int) else list(size)[-2:]
-    patch = _number(vision, "patch_size", default=8)
-    depth, merge = _number(vision, "temporal_patch_size", default=1), _number(vision, "spatial_merge_size", default=2)
+    patch = _size(vision, "patch_size", default=8)
+    depth, merge = _size(vision, "temporal_patch_size", default=1), _size(vision, "spatial_merge_size", default=2)
 
     random, ones = partial(torch.randn, generator=generator), partial(torch.ones, dtype=torch.long)
     sizes = torch.tensor([[height, width]] * 2)
-    plain = {"image_sizes": sizes, "pixel_mask": ones(2, height, width)}
-    yield plain | {"pixel_values": random(2, channels, height, width)}
-    # patches cut before, in the order of a merge
+    yield {
+        "image_sizes": sizes,
+        "pixel_mask": ones(2, height, width),
+        "pixel_values": random(2, channels, height, width),
+    }
+    # flat patches, in the order in which they are merged
     patches = merge * merge
     grid = torch.tensor([[1, merge, merge]] * 2)
     flat = random(2 * patches, channels * depth * patch * patch)
     yield {"pixel_values": flat, "image_grid_thw": grid, "grid_thw": grid, "hidden_states": flat}
     yield {"pixel_values": flat, "image_grid_hws": grid[:, 1:], "grid_thw": grid}
-    cut = random(2 * patches, channels, patch, patch)
-    yield {"pixel_values": cut, "image_grid_thw": grid, "grid_thw": grid}
-    # patches with their places
+    yield {"pixel_values": random(2 * patches, channels, patch, patch), "image_grid_thw": grid, "grid_thw": grid}
+    # patches with positions
     rows, columns = max(1, height // patch), max(1, width // patch)
-    known = {"pixel_attention_mask": ones(2, rows * columns), "spatial_shapes": torch.tensor([[rows, columns]] * 2)}
-    yield known | {"pixel_values": random(2, rows * columns, channels * patch * patch)}
+    placed = {"pixel_attention_mask": ones(2, rows * columns), "spatial_shapes": torch.tensor([[rows, columns]] * 2)}
+    yield placed | {"pixel_values": random(2, rows * columns, channels * patch * patch)}
     across = torch.arange(width // patch).repeat(rows)
     down = torch.arange(height // patch).repeat_interleave(columns)
     positions = torch.stack([across, down], -1).expand(2, -1, -1)
     if positions.shape[1] == rows * columns:
         pixels = random(2, rows * columns, channels * patch * patch)
         yield {"pixel_values": pixels, "pixel_position_ids": positions, "image_position_ids": positions}
-    rows_and_columns = (positions.flip(-1) + 1).float()
-    yield {"flattened_patches": torch.cat([rows_and_columns, random(*positions.shape[:2], channels * patch**2)], -1)}
-    # several pictures or frames each
-    for frames in dict.fromkeys([1, 2, 3, _number(vision, "num_frames", "frames_per_clip", default=4), 5]):
+    numbered = (positions.flip(-1) + 1).float()
+    yield {"flattened_patches": torch.cat([numbered, random(*positions.shape[:2], channels * patch**2)], -1)}
+    # several images or frames in each row
+    for frames in dict.fromkeys([1, 2, 3, _size(vision, "num_frames", "frames_per_clip", default=4), 5]):
         video = random(2, frames, channels, height, width)
         several = {"image_sizes": sizes, "pixel_attention_mask": ones(2, frames, height, width)}
         several |= {"aspect_ratio_ids": ones(2, frames), "aspect_ratio_mask": ones(2, 1, frames)}
@@ -205,17 +208,17 @@ def _images(config: Any, generator: torch.Generator) -> Iterator[dict[str, Any]]
     yield {"pixel_values": video, "pixel_values_videos": video}
 
 
-def _sounds(config: Any, taken: Container[str], generator: torch.Generator) -> Iterator[dict[str, Any]]:
+def _sounds(config: Any, accepted: Container[str], generator: torch.Generator) -> Iterator[dict[str, Any]]:
     audio = _part(config, "audio_config", "encoder_config")
-    mels = _number(audio, "num_mel_bins", "feat_extract_dim", "input_feat_per_channel", "input_dim", default=80)
-    decoder = _known({"decoder_input_ids": torch.randint(3, 100, (2, 6), generator=generator)}, taken)
-    if "input_features" in taken:
+    mels = _size(audio, "num_mel_bins", "feat_extract_dim", "input_feat_per_channel", "input_dim", default=80)
+    decoder = _only({"decoder_input_ids": torch.randint(3, 100, (2, 6), generator=generator)}, accepted)
+    if "input_features" in accepted:
         for shape in ((2, mels, 128), (2, 64, mels), (2, 128, mels), (2, 64, 160)):
             sound = {"input_features": torch.randn(shape, generator=generator)} | decoder
             yield sound
             for length in (shape[-1], shape[1]):
                 yield sound | {"attention_mask": torch.ones(2, length, dtype=torch.long)}
-    if "input_values" in taken:
+    if "input_values" in accepted:
         for values in ((2, 4000), (2, 1, 4000), (2, 128, mels), (2, 1024, mels)):
             yield {"input_values": torch.randn(values, generator=generator)} | decoder
 
@@ -224,7 +227,7 @@ def _part(config: Any, *names: str) -> Any:
     return next((part for name in names if (part := getattr(config, name, None))), config)
 
 
-def _number(config: Any, *names: str, default: int) -> int:
+def _size(config: Any, *names: str, default: int) -> int:
     for name in names:
         value = getattr(config, name, None)
         value = value[-1] if isinstance(value, list | tuple) and value else value
@@ -234,7 +237,7 @@ def _number(config: Any, *names: str, default: int) -> int:
 
 
 def _with_images(model: Any, text: dict[str, Any], images: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The richest first: each image with as many tokens as it has features, then beside a text without any."""
+    """Yield images with as many image tokens as they have features, then beside a text without any."""
     if "input_ids" not in text:
         return
     names = ("image_token_id", "image_token_index", "image_patch_id", "media_placeholder_token_id")
@@ -244,22 +247,22 @@ def _with_images(model: Any, text: dict[str, Any], images: list[dict[str, Any]])
             rows = 2 if count % 2 == 0 else 1
             ids = text["input_ids"][:rows]
             ids = torch.cat([ids[:, :2], torch.full((rows, count // rows), token), ids[:, 2:]], 1)
-            marked = text | {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | image
+            arguments = text | {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | image
             for name in ("mm_token_type_ids", "token_type_ids"):
                 if name in parameters_of(model):
-                    yield marked | {name: (ids == token).int()}
-            yield marked
+                    yield arguments | {name: (ids == token).int()}
+            yield arguments
     for image in images:
         yield text | image
 
 
 def _feature_count(model: Any, image: dict[str, Any]) -> int:
-    """How many image features the model makes of an image, by what it says itself."""
+    """Return how many features the model makes of an image."""
     owners: list[Any] = [model, getattr(model, "model", None)]
     for owner in owners:
         with suppress(Exception), torch.no_grad():
             accepted = parameters_of(owner, "get_image_features")
-            result = owner.get_image_features(**_known(fitted(image, model), accepted))
+            result = owner.get_image_features(**_only(fitted(image, model), accepted))
             features = getattr(result, "pooler_output", result)
             return sum(piece[..., 0].numel() for piece in floating_tensors(features))
     return 0

@@ -1,4 +1,4 @@
-"""The members of a patcher, each key, each fusion and each conversion: which of them is wrong."""
+"""The members of a patcher (each key, fusion and conversion), and the one that makes a verification fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from patcher.verification.comparing import Stage
 
 
 def members_of(patcher: Patcher) -> list[Patcher]:
-    """Each key of a mapping and each fusion as a patcher of its own.
+    """Return a patcher for each key of a mapping and each fusion.
 
     >>> members_of(Patcher(fusions=["qkv", "gate_up"]))
     [Patcher(fusions=['qkv']), Patcher(fusions=['gate_up'])]
@@ -31,7 +31,7 @@ def members_of(patcher: Patcher) -> list[Patcher]:
 
 
 def only(patcher: Patcher, members: Iterable[Patcher], **more: Any) -> Patcher:
-    """A patcher with these members alone, conversions included, and the rest as it is."""
+    """Return the patcher with these members only."""
     whole = functools.reduce(operator.or_, members, Patcher())
     fields = {name: getattr(whole, name) for name in (*MAPPINGS, "fusions", "extra_weight_conversions")}
     return patcher.replace(**fields | {"alternatives": (), "name": ""} | more)
@@ -52,16 +52,15 @@ class Guilty(NamedTuple):
 
     def __str__(self) -> str:
         why = "it fails alone" if self.alone else "the others pass without it"
-        return f"{self.member}: {why}" + (
-            "" if self.layer is None else f", from {self.layer or 'the model itself'} on"
-        )
+        where = "" if self.layer is None else f", from {self.layer or 'the model itself'} on"
+        return f"{self.member}: {why}{where}"
 
 
 def guilty_of(run: Run, patcher: Patcher, stages: Sequence[Stage]) -> Guilty | None:
-    """The member that makes the first failing stage fail; None where it isn't a single one.
+    """Return the member that makes the first failed stage fail; None if it isn't a single one.
 
-    A bisection: the patched model is loaded about log2(members) times, and each is run on the input on which the
-    outputs were wrong, or through the stage that failed.
+    A bisection: the model is loaded about log2(members) times, and runs on the input on which the outputs differed, or
+    through the stage that failed.
     """
     failed = next(stage for stage in stages if not stage.passed)
     layer = failed.layers.begins if failed.layers is not None else None
@@ -75,33 +74,33 @@ def guilty_of(run: Run, patcher: Patcher, stages: Sequence[Stage]) -> Guilty | N
     def fails(some: Sequence[Patcher]) -> bool:
         more = {"fingerprints": {}, "transformers": "", "strict": failed.name == "load"}
         side = replace(run.mine, patcher=only(patcher, [*some, *conversions], **more))
-        with warnings.catch_warnings():  # of what has no effect without the others
+        with warnings.catch_warnings():  # members may have no effect without the others
             warnings.simplefilter("ignore")
             return run.fails(side, failed.name)
 
-    if conversions and fails(()):  # conversions of stock modules, whatever is replaced
+    if conversions and fails(()):  # the conversions fail whatever is replaced
         members, conversions = conversions, []
-    last = next((each for each in _owners(run, members, layer) if fails([each])), None)
-    alone = last is not None
-    if last is None:
-        last = members[bisect_left(range(1, len(members)), True, key=lambda count: fails(members[:count]))]
-        alone = fails([last])
-        if not alone and fails([each for each in members if each is not last]):
-            return None
-    return Guilty(repr(last), alone, layer)
+    guilty = next((member for member in _owners(run, members, layer) if fails([member])), None)
+    if guilty is not None:
+        return Guilty(repr(guilty), True, layer)
+    guilty = members[bisect_left(range(1, len(members)), True, key=lambda count: fails(members[:count]))]
+    alone = fails([guilty])
+    if not alone and fails([member for member in members if member is not guilty]):
+        return None
+    return Guilty(repr(guilty), alone, layer)
 
 
 def _owners(run: Run, members: Sequence[Patcher], layer: str | None) -> Iterator[Patcher]:
-    """The members that have put something where the error begins."""
+    """Yield the members that have replaced something where the error begins."""
     record = record_of(run.pair.ours) if layer is not None else None
     if record is None:
         return
     kinds = {cls.__name__ for cls in type(run.pair.ours.get_submodule(str(layer))).__mro__}
-    owned: set[Any] = {name.rpartition(":")[2] for name, _, callers in record.functions if kinds & {*callers}}
+    replaced: set[Any] = {name.rpartition(":")[2] for name, _, callers in record.functions if kinds & {*callers}}
     around = [item for item in record.modules if f"{layer}.".startswith(inside(item.path))]
-    for nearest in sorted(around, key=lambda item: len(item.path))[-1:]:
-        owned |= {nearest.replacement, nearest.fusion}
+    for innermost in sorted(around, key=lambda item: len(item.path))[-1:]:
+        replaced |= {innermost.replacement, innermost.fusion}
     for member in members:
         functions = {key.rpartition(":")[2] for key in member.function_mapping}
-        if owned & {*member.class_mapping.values(), *member.module_mapping.values(), *member.fusions, *functions}:
+        if replaced & {*member.class_mapping.values(), *member.module_mapping.values(), *member.fusions, *functions}:
             yield member

@@ -1,4 +1,4 @@
-"""Modules by themselves: how exactly they compute in half precision, and what they draw at random in training."""
+"""Single modules: how exactly they compute in half precision, and the random numbers that they draw in training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, pairwise, repeat
 from typing import Any
 
 import torch
@@ -19,49 +19,49 @@ from transformers import PretrainedConfig
 
 from patcher.compat.models import choose_experts_implementation, implementation
 from patcher.verification.comparing import Pair, Reference, Stage, UncheckedError, error_text
-from patcher.verification.passes import Pass, difference, floating_tensors, hooked, seeded
+from patcher.verification.passes import Pass, difference, floating_tensors, hooked, kind_of, seeded
 from patcher.verification.texts import parts_of
 
-#: Operations whose result suffers when they are done in half precision, which is why modeling code upcasts for them.
+#: Operations that lose precision in half precision, for which modeling code upcasts.
 _DELICATE = {"mean", "var", "sum", "rsqrt", "pow", "exp", "softmax", "log_softmax", "sin", "cos", "cumsum"}
-#: How much less exact than stock's a module may be that does such an operation in half precision, and stock doesn't.
-#: Rounding an intermediate value in addition to the result makes errors about 1.4 times as large (the square root of
-#: 2); a module that keeps its upcasts is as exact as stock's.
+#: The largest error, in errors of the stock module, of one that does such an operation in half precision where the
+#: stock one doesn't. Rounding an intermediate value in addition to the result makes errors about 1.4 times as
+#: large (the square root of 2); a module that keeps its upcasts is as exact as the stock one.
 PRECISION = 1.2
-#: And how much less exact any module may be: sums of tiles, each of which is rounded, are 1.3 times less exact.
+#: The same of any module: sums of tiles, each of which is rounded, are 1.3 times less exact.
 EXACTNESS = 2.5
-#: Inputs are scaled up by these, for as long as stock computes something: its error is no more than a twentieth.
+#: Inputs are scaled up by these, as long as the error of the stock module is no more than a twentieth.
 SCALES, ACCURATE = (1.0, 16.0, 256.0), 0.05
 HALVES = (torch.bfloat16, torch.float16)
-#: How often what is drawn at random is run, and how many standard errors of their difference two means may be apart:
-#: six are exceeded by chance once in 500 million. Less than a fiftieth isn't looked at.
+#: How often random numbers are drawn, and how many standard errors of their difference two means may be apart: six are
+#: exceeded by chance once in 500 million. Less than a fiftieth is ignored.
 DRAWS, ERRORS, SHARE = 48, 6.0, 0.02
 
-#: What a module was called with: the arguments by place, and by name.
+#: The arguments of a module by position, and by name.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def captured(stock: nn.Module, paths: Iterable[str], passes: Iterable[Pass]) -> dict[str, Call]:
-    """For each path the largest inputs that the module there gets."""
-    wanted = {stock.get_submodule(path): path for path in paths}
+    """Return the largest inputs of each module."""
+    modules = {stock.get_submodule(path): path for path in paths}
     sizes: dict[str, int] = {}
     calls: dict[str, Call] = {}
 
-    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-        path, numbers = wanted[module], [0]
-        recursively_apply(lambda tensor: numbers.append(tensor.numel()), (args, kwargs))
-        if (size := sum(numbers)) > sizes.get(path, 0):
+    def record(module: nn.Module, args: Any, kwargs: Any) -> None:
+        path, counts = modules[module], [0]
+        recursively_apply(lambda tensor: counts.append(tensor.numel()), (args, kwargs))
+        if (size := sum(counts)) > sizes.get(path, 0):
             sizes[path], calls[path] = size, copy.deepcopy((args, kwargs))
 
-    # Before the call: what goes in may be written to, a cache for one.
-    with hooked(((module, note) for module in wanted), before=True), torch.no_grad():
-        for one in passes:
-            one.of(stock)
+    # Before the call, which may write into its inputs, such as a cache.
+    with hooked(((module, record) for module in modules), before=True), torch.no_grad():
+        for run in passes:
+            run.of(stock)
     return calls
 
 
 def run_alone(module: nn.Module, call: Call, seed: int = 0) -> list[torch.Tensor]:
-    """What a module makes of its inputs, as stock gives them."""
+    """Return the outputs of a module for captured inputs."""
     args, kwargs = copy.deepcopy(call)
     with seeded(seed):
         return list(floating_tensors(module(*args, **kwargs)))
@@ -73,11 +73,11 @@ def run_alone(module: nn.Module, call: Call, seed: int = 0) -> list[torch.Tensor
 def precision_stage(
     pair: Pair, load: Callable[[torch.dtype], Pair], paths: Sequence[str], passes: Sequence[Pass], dtype: torch.dtype
 ) -> Stage:
-    """Compare how exactly replaced modules compute in half precision, each run alone, with a float64 computation.
+    """Compare the errors of replaced modules in half precision, each run alone, with those of the stock ones.
 
-    The outputs of a model in half precision don't show it: those of right and wrong patches overlap. The error of a
-    module relative to that of stock does, as the Euclidean distance of all but the worst quarter of the rows: there
-    a router may choose another expert.
+    The outputs of a model in half precision don't show it: those of right and wrong patches overlap. The errors of
+    single modules, beside a float64 computation, do. An error is the Euclidean distance of all but the worst quarter
+    of the rows, in which a router may choose another expert.
     """
     if not paths:
         raise UncheckedError("nothing is replaced")
@@ -89,7 +89,7 @@ def precision_stage(
     for half in [dtype] if dtype in HALVES else HALVES:
         try:
             loaded = pair if half is dtype else load(half)
-        except UncheckedError:  # stock doesn't load in it
+        except UncheckedError:  # it can't be loaded in this dtype
             continue
         for path, call in calls.items():
             ratio, problem = _error_beside_stock(loaded, pair.ours.get_submodule(path), path, call, half)
@@ -106,65 +106,65 @@ def precision_stage(
 
 @contextmanager
 def eager(model: Any, what: str) -> Iterator[bool]:
-    """Within, a model computes attention ("attn") or "experts" as its own code says: no other way of experts
-    multiplies float64. Whether that is another way than its own, for attention than sdpa."""
+    """Compute attention ("attn") or "experts" eagerly: no other implementation of experts takes float64.
+
+    Yields whether that changes anything.
+    """
     before = implementation(model, what)
     choose = model.set_attn_implementation if what == "attn" else partial(choose_experts_implementation, model)
-    is_other = before == "sdpa" or (what == "experts" and before is not None)
+    changes = before == "sdpa" or (what == "experts" and before is not None)
     try:
-        if is_other:
+        if changes:
             choose("eager")
-        yield is_other and implementation(model, what) == "eager"
+        yield changes and implementation(model, what) == "eager"
     finally:
-        if is_other:
+        if changes:
             choose(str(before))
 
 
 def _error_beside_stock(pair: Pair, alone: nn.Module, path: str, call: Call, dtype: torch.dtype) -> tuple[float, str]:
-    """The largest error of the replaced module to stock's, 0 where it can't be run alone, and what is wrong with it.
+    """Return the largest ratio of errors, 0 if the module can't be run alone, and a message if it is too large.
 
     Args:
         alone: the replaced module as it is verified, not in half precision.
         call: the inputs of the module.
     """
     module, ours = pair.stock.get_submodule(path), pair.ours.get_submodule(path)
-    # The config says which attention is computed, and stays that of the model.
-    configs = [
-        each.config for each in pair.stock.modules() if isinstance(getattr(each, "config", 0), PretrainedConfig)
-    ]
-    exact = copy.deepcopy(module, {id(each): each for each in configs if isinstance(each, PretrainedConfig)}).double()
+    # The config chooses the attention, and stays that of the model.
+    configs = [getattr(part, "config", None) for part in pair.stock.modules()]
+    kept = {id(config): config for config in configs if isinstance(config, PretrainedConfig)}
+    exact_module = copy.deepcopy(module, kept).double()
     worst = 0.0
-    for scale, beyond in pairwise(SCALES):
-        given, larger = (cast(call, dtype, by) for by in (scale, beyond))
-        done, done_by_stock = _Operations(), _Operations()
+    for scale, next_scale in pairwise(SCALES):
+        inputs, larger = (cast(call, dtype, factor) for factor in (scale, next_scale))
+        operations, expected_operations = _Operations(), _Operations()
         try:
-            with done_by_stock:
-                theirs, of_larger = run_alone(module, given), run_alone(module, larger)
+            with expected_operations:
+                expected, of_larger = run_alone(module, inputs), run_alone(module, larger)
             with eager(pair.stock, "experts"):
-                correct = run_alone(exact, cast(given, torch.float64))
+                exact = run_alone(exact_module, cast(inputs, torch.float64))
         except Exception:  # it can't be run alone, or not in half precision
             break
-        errors = list(map(_error, theirs, correct))
-        small = all(off <= ACCURATE * float(right.norm()) for off, right in zip(errors, correct, strict=False))
-        if scale > 1 and not (small and all(bool(each.isfinite().all()) for each in [*theirs, *of_larger])):
+        errors = list(map(_error, expected, exact))
+        small = all(gap <= ACCURATE * float(right.norm()) for gap, right in zip(errors, exact, strict=False))
+        if scale > 1 and not (small and all(bool(output.isfinite().all()) for output in [*expected, *of_larger])):
             break
         try:
-            with done:
-                mine = run_alone(ours, given)
+            with operations:
+                outputs = run_alone(ours, inputs)
         except Exception as error:
             with suppress(Exception):  # it may need what is around it
                 run_alone(alone, call)
                 return math.inf, f"it raises {error_text(error)}"
             break
         strict = 1.0
-        for found, expected, right, off in zip(mine, theirs, correct, errors, strict=False):
-            kinds = [f"{each.dtype} of the shape {tuple(each.shape)}" for each in (found, expected)]
-            if kinds[0] != kinds[1]:
-                return math.inf, f"it gives {kinds[0]} where stock gives {kinds[1]}"
-            least = right.to(expected.dtype)
-            strict = max(strict, _ratio(_error(found, right, 1.0), _error(expected, right, 1.0)))
-            worst = max(worst, 1.0, _ratio(_error(found, right), max(off, _error(least, right))))
-        lost = sorted((done.half - done_by_stock.half) & _DELICATE)
+        for output, theirs, right, gap in zip(outputs, expected, exact, errors, strict=False):
+            if (output.dtype, output.shape) != (theirs.dtype, theirs.shape):
+                return math.inf, f"it returns {kind_of(output)} where stock returns {kind_of(theirs)}"
+            rounding = _error(right.to(theirs.dtype), right)
+            strict = max(strict, _ratio(_error(output, right, 1.0), _error(theirs, right, 1.0)))
+            worst = max(worst, 1.0, _ratio(_error(output, right), max(gap, rounding)))
+        lost = sorted((operations.half - expected_operations.half) & _DELICATE)
         if scale == 1 and lost and strict > PRECISION:
             what = f"it does {', '.join(lost)} in {dtype}, which stock doesn't"
             return strict, f"{what}: its error is {strict:.2g} times stock's"
@@ -174,32 +174,32 @@ def _error_beside_stock(pair: Pair, alone: nn.Module, path: str, call: Call, dty
     return worst, ""
 
 
-def _ratio(mistake: float, error: float) -> float:
-    return mistake / error if error else math.inf if mistake else 1.0
+def _ratio(error: float, expected: float) -> float:
+    return error / expected if expected else math.inf if error else 1.0
 
 
-def _error(found: torch.Tensor, exact: torch.Tensor, share: float = 0.75) -> float:
-    """The distance of such a share of the rows, without the worst."""
-    rows = (found.double() - exact).reshape(-1, exact.shape[-1] if exact.dim() else 1).norm(dim=-1)
+def _error(output: torch.Tensor, exact: torch.Tensor, share: float = 0.75) -> float:
+    """Return the distance of a share of the rows, without the worst ones."""
+    rows = (output.double() - exact).reshape(-1, exact.shape[-1] if exact.dim() else 1).norm(dim=-1)
     kept = rows.sort().values[: max(1, math.ceil(rows.numel() * share))]
     return float(kept.norm()) if kept.isfinite().all() else math.inf
 
 
 def cast(call: Call, dtype: torch.dtype, scale: float = 1.0) -> Call:
-    """In another type, the first floating-point input scaled up; what the type doesn't reach is its largest."""
+    """Cast inputs to another dtype, clamped to its range, the first one scaled up."""
     bound = torch.finfo(dtype).max
-    factors = chain([scale], iter(lambda: 1.0, 0.0))
+    factors = chain([scale], repeat(1.0))
 
-    def of(tensor: torch.Tensor) -> torch.Tensor:
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
         return (tensor.double() * next(factors)).clamp(-bound, bound).to(dtype)
 
     is_floating = lambda value: isinstance(value, torch.Tensor) and value.is_floating_point()  # noqa: E731
-    scaled: Call = recursively_apply(of, call, test_type=is_floating)
-    return scaled
+    converted: Call = recursively_apply(convert, call, test_type=is_floating)
+    return converted
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operations that run in half precision."""
+    """Records the names of operations with results in half precision."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -216,19 +216,18 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def learned(pair: Pair, runs: Iterable[Pass], *, few: bool = True) -> Iterator[Reference]:
-    """What these passes give, and the gradients of all parameters of weighted sums of it, in the layout of the
-    checkpoint."""
+    """Return references with the gradients of all parameters."""
     parameters = list(pair.stock.parameters())
     if not all(parameter.is_floating_point() for parameter in parameters):
         raise UncheckedError("the weights aren't floating-point numbers")
     if any(parameter.is_meta for parameter in parameters):
         raise UncheckedError("weights that are offloaded get no gradients")
-    return pair.references((replace(one, learns=True) for one in runs), few=few)
+    return pair.references((replace(run, learns=True) for run in runs), few=few)
 
 
 @contextmanager
 def in_training(*models: Any) -> Iterator[None]:
-    """Within, models are in training mode; afterwards they, and what they count in it, are as before."""
+    """Put models into training mode, then back into eval mode with the buffers that they had."""
     buffers = [(buffer, buffer.clone()) for model in models for buffer in model.buffers()]
     try:
         for model in models:
@@ -249,17 +248,16 @@ def training_stage(
     classes: Sequence[str],
     tolerance: float,
 ) -> Stage:
-    """Compare outputs and gradients in training mode, first without anything that is drawn at random, which then has
-    to be equal; then with each dropout that the config has, alone.
+    """Compare outputs and gradients in training mode, first without dropout, then with each dropout of the config.
 
-    A patch may draw in another order than stock. So where the same seed doesn't give the same, the distributions of
-    the outputs of each replaced module are compared: see `spread`.
+    A patch may draw random numbers in another order. So where outputs differ with the same seed, the distributions of
+    the outputs of replaced modules are compared: see `spread`.
 
     Args:
-        load: both models again, with other values in the config.
+        load: loads both models with other values in the config.
         classes: the path of one module for each pair of classes.
     """
-    # What is drawn at random in training, by the config: the path of each probability that isn't zero.
+    # The paths of the probabilities in the config.
     dropouts = {
         f"{path}{name}": float(value)
         for path, part in parts_of(pair.stock.config)
@@ -269,23 +267,23 @@ def training_stage(
     exact = load(dict.fromkeys(dropouts, 0.0)) if dropouts else pair
     stage = Stage("training", True)
     with in_training(exact.stock, exact.ours):
-        drawn = [difference(passes[0].of(exact.stock, other), passes[0].of(exact.stock)) for other in (1, 2)]
-        if any(gap.absolute for gap in drawn):  # some of it isn't in the config
+        gaps = [difference(passes[0].of(exact.stock, seed), passes[0].of(exact.stock)) for seed in (1, 2)]
+        if any(gap.absolute for gap in gaps):  # a dropout that isn't in the config
             dropouts[""] = 0.0
         else:
             references = chain(learned(exact, passes[:1], few=False), learned(exact, passes[1:]))
             stage = exact.compare("training", references, tolerance)
     for name in dropouts if stage.passed else ():
         alone = {other: value if other == name else 0.0 for other, value in dropouts.items() if other}
-        problem = _drawn_otherwise(load(alone) if len(dropouts) > 1 else pair, passes, classes, tolerance)
+        problem = _random_difference(load(alone) if len(dropouts) > 1 else pair, passes, classes, tolerance)
         if problem:
             what = f"with {name}={dropouts[name]:g} " if name else ""
             return Stage("training", False, stage.figures, None, f"{what}{problem}")
     return stage
 
 
-def _drawn_otherwise(pair: Pair, passes: Sequence[Pass], classes: Sequence[str], tolerance: float) -> str:
-    """What is wrong with the random numbers of training mode, "" if nothing."""
+def _random_difference(pair: Pair, passes: Sequence[Pass], classes: Sequence[str], tolerance: float) -> str:
+    """Return a message if the random numbers of training mode have another distribution, else ""."""
     calls = captured(pair.stock, classes, passes)
     with in_training(pair.stock, pair.ours), torch.no_grad():
         if pair.compare("training", pair.references(passes, few=False), tolerance).passed:
@@ -293,11 +291,11 @@ def _drawn_otherwise(pair: Pair, passes: Sequence[Pass], classes: Sequence[str],
         for path in classes:
             stock, ours = (model.get_submodule(path) for model in (pair.stock, pair.ours))
             try:
-                runs = [[run_alone(each, calls[path], seed)[0] for seed in range(DRAWS)] for each in (stock, ours)]
+                runs = [[run_alone(one, calls[path], seed)[0] for seed in range(DRAWS)] for one in (stock, ours)]
                 center = run_alone(stock.eval(), calls[path])[0]
             except Exception:  # it can't be run alone
                 pair.stock.train()
-                runs = [[passes[0].of(each, seed)[0] for seed in range(DRAWS)] for each in (pair.stock, pair.ours)]
+                runs = [[passes[0].of(one, seed)[0] for seed in range(DRAWS)] for one in (pair.stock, pair.ours)]
                 center = torch.stack(runs[0]).mean(0)
             stock.train()
             if problem := spread(center, *runs):
@@ -306,8 +304,10 @@ def _drawn_otherwise(pair: Pair, passes: Sequence[Pass], classes: Sequence[str],
 
 
 def spread(center: torch.Tensor, stock: Sequence[torch.Tensor], ours: Sequence[torch.Tensor]) -> str:
-    """How dropout acts otherwise on an output than in stock, "" if it doesn't: the mean size of the output, the
-    variance around the output without dropout, and how much of that all rows, and all places of a row, share.
+    """Return how the distribution of an output under dropout differs, "" if it doesn't.
+
+    Compared are the mean size of the output, the variance around the output without dropout, and the parts of it that
+    all rows, and all positions of a row, share.
 
     >>> draws = lambda p, size: [torch.nn.functional.dropout(torch.ones(4, 8, 16), p) * size for _ in range(48)]
     >>> center, _ = torch.ones(4, 8, 16), torch.manual_seed(0)
@@ -326,7 +326,7 @@ def spread(center: torch.Tensor, stock: Sequence[torch.Tensor], ours: Sequence[t
         features["variance that all rows share"] = lambda x: (x - center).mean(0).square().mean()
         features["variance that a row shares"] = lambda x: (x - center).flatten(1, -2).mean(1).square().mean()
     for what, feature in features.items():
-        theirs, mine = (torch.stack([feature(x.double()) for x in each]) for each in (stock, ours))
+        theirs, mine = (torch.stack([feature(output.double()) for output in some]) for some in (stock, ours))
         error = ((theirs.var() + mine.var()) / DRAWS).sqrt()
         apart = (mine.mean() - theirs.mean()).abs()
         if not apart <= max(ERRORS * float(error), SHARE * float(theirs.mean().abs())):

@@ -1,4 +1,4 @@
-"""One run of a model and what it gives, the same on every model that it is run on; and how far that is from others."""
+"""One run of a model with everything that it returns, and how far two results are apart."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from transformers import Cache
 from patcher.compat.models import named_parameters
 from patcher.loading.saving import saved_state_dict
 
-#: What the names of gradients begin with in the results of a pass, and end with those of arguments after it.
+#: In the results of a pass, the prefix of the names of gradients, and the suffix of those of the arguments after it.
 GRADIENT, AFTER = "the gradient of ", " after the call"
 
 
 @contextmanager
 def seeded(seed: int = 0) -> Iterator[None]:
-    """Within, torch, numpy and `random` draw what the seed gives; afterwards they go on as if nothing was drawn."""
+    """Seed torch, numpy and `random`, and restore their states at the end."""
     python, array = random.getstate(), numpy.random.get_state()
-    alive: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = range(torch.cuda.device_count() if alive else 0)
+    devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
     try:
         with torch.random.fork_rng(devices):
             # `torch.manual_seed` formats a stack for devices that aren't there.
@@ -50,13 +49,13 @@ class Pass:
     """One run of a model, or of a model inside of it.
 
     Attributes:
-        method: what is called.
+        method: the method that is called.
         arguments: its keyword arguments.
-        path: of the model inside.
-        title: what to call it, where method and arguments don't say it.
-        counted: (batch, length), True where there is a token; None where all positions of the outputs count.
-        calls: in place of it, these one after another, on a model that may keep something of each for the next.
-        cache: what the model calls the cache that each of these hands to the next, "" if there is none.
+        path: the path of the inner model.
+        title: its name in reports, where method and arguments aren't enough.
+        counted: (batch, length), True for tokens that aren't padding; None if all positions are compared.
+        calls: run these one after another instead, on a model that may keep state between calls.
+        cache: the argument by which each of these calls passes its cache to the next, "" for none.
         learns: whether the gradients of all parameters are results too.
     """
 
@@ -71,40 +70,40 @@ class Pass:
 
     @property
     def name(self) -> str:
-        """What reports call it."""
+        """Its name in reports."""
         method = "" if self.method == "forward" else f"{self.method} "
         names = (name for name in self.arguments if name != "use_cache")
         return self.title or f"{self.path or 'the model'}: {method}{', '.join(names)}"
 
     def of(self, model: nn.Module, seed: int = 0) -> list[torch.Tensor]:
-        """All floating-point tensors that the run gives; of what is padding, none."""
+        """Return all floating-point outputs, without padding."""
         return [value for name, value in self.results(model, seed).items() if not name.endswith(AFTER)]
 
     def results(self, model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
-        """The outputs by name, and the arguments as they are after the run: a model that writes into them shows it."""
-        found: dict[str, torch.Tensor] = {}
-        memory: Any = None
-        with without_memory(model), torch.enable_grad() if self.learns else nullcontext():
-            for number, one in enumerate(self.calls or (self,), 1):
-                call = f"call {number} ({one.name}), " if self.calls else ""
-                arguments = fitted(one.arguments, model)
-                cached = {self.cache: memory} if self.cache else {}
-                part: Any = model.get_submodule(one.path)
+        """Return outputs by name, and the arguments after the call, which shows models that write into them."""
+        results: dict[str, torch.Tensor] = {}
+        cache: Any = None
+        with state_restored(model), torch.enable_grad() if self.learns else nullcontext():
+            for index, run in enumerate(self.calls or (self,), 1):
+                prefix = f"call {index} ({run.name}), " if self.calls else ""
+                arguments = fitted(run.arguments, model)
+                cached = {self.cache: cache} if self.cache else {}
+                part: Any = model.get_submodule(run.path)
                 with seeded(seed):
-                    given = (part if one.method == "forward" else getattr(part, one.method))(**arguments, **cached)
-                memory = getattr(given, self.cache, None)
-                for name, output in named_tensors(given):
-                    if one.counted is not None and output.shape[:2] == one.counted.shape:
-                        output = output[one.counted.to(output.device)]
-                    found[call + name] = output
+                    outputs = (part if run.method == "forward" else getattr(part, run.method))(**arguments, **cached)
+                cache = getattr(outputs, self.cache, None)
+                for name, output in named_tensors(outputs):
+                    if run.counted is not None and output.shape[:2] == run.counted.shape:
+                        output = output[run.counted.to(output.device)]
+                    results[prefix + name] = output
                 for name, value in arguments.items():
                     if isinstance(value, torch.Tensor):
-                        found[f"{call}{name}{AFTER}"] = value
-            return found | _gradients(model, found) if self.learns else found
+                        results[f"{prefix}{name}{AFTER}"] = value
+            return results | _gradients(model, results) if self.learns else results
 
 
 def _gradients(model: Any, outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of weighted sums of the outputs, in the layout of the checkpoint; the outputs are detached."""
+    """Return the gradients of a weighted sum of the outputs, in the layout of the checkpoint; detach the outputs."""
     model.zero_grad(set_to_none=True)
     generator = torch.Generator().manual_seed(0)
     loss = torch.zeros(())
@@ -123,24 +122,23 @@ def _gradients(model: Any, outputs: dict[str, torch.Tensor]) -> dict[str, torch.
 
 
 @contextmanager
-def without_memory(model: nn.Module) -> Iterator[None]:
-    """Some models keep what they computed of one call for the next: afterwards they have what they had before."""
+def state_restored(model: nn.Module) -> Iterator[None]:
+    """Restore at the end what modules keep from one call for the next."""
     # Dicts in place and one level deep: hooks that a call installs go together with the flag that says they are there.
-    held: list[dict[str, Any]] = [vars(module) for module in model.modules()]
-    held += [value for each in held for value in each.values() if type(value) in (dict, OrderedDict)]
-    before = [(each, dict(each)) for each in held]
+    dicts: list[dict[str, Any]] = [vars(module) for module in model.modules()]
+    dicts += [value for attributes in dicts for value in attributes.values() if type(value) in (dict, OrderedDict)]
+    before = [dict(state) for state in dicts]
     try:
         yield
     finally:
-        for changed, content in before:
-            changed.clear()
-            changed.update(content)
+        for state, content in zip(dicts, before, strict=True):
+            state.clear()
+            state.update(content)
 
 
 def fitted(arguments: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """A copy, for models that write into what they are given: on the device of the model's weights, and of their type
-    where a model is in half precision."""
-    weight = next((each for each in model.parameters() if each.is_floating_point()), torch.empty(0))
+    """Copy arguments to the device of a model's weights, and cast them where these are in half precision."""
+    weight = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), torch.empty(0))
     device = device_of(model)
     return {
         name: value.clone().to(device, weight.dtype if value.is_floating_point() else value.dtype)
@@ -151,22 +149,24 @@ def fitted(arguments: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where its inputs go: where its first weight is that isn't offloaded."""
-    return next((each.device for each in model.parameters() if not each.is_meta), torch.device("cpu"))
+    """Return the device of the inputs: that of the first weight that isn't offloaded."""
+    return next((weight.device for weight in model.parameters() if not weight.is_meta), torch.device("cpu"))
 
 
 def parameters_of(model: Any, method: str = "forward") -> dict[str, inspect.Parameter]:
-    """The parameters of a method by name, `self` left out."""
+    """Return the parameters of a method by name, without `self`."""
     return dict(inspect.signature(getattr(model, method)).parameters)
 
 
 @contextmanager
 def hooked(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]], *, before: bool = False) -> Iterator[None]:
-    """Within, each hook is called after its module, with the module, its arguments and its output, or before it."""
-    if before:
-        handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in hooks]
-    else:
-        handles = [module.register_forward_hook(hook, with_kwargs=True) for module, hook in hooks]
+    """Call hooks with the module, its arguments and its output after each call, or without output before it."""
+    handles = [
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+        if before
+        else module.register_forward_hook(hook, with_kwargs=True)
+        for module, hook in hooks
+    ]
     try:
         yield
     finally:
@@ -175,28 +175,27 @@ def hooked(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]], *, before: boo
 
 
 @contextmanager
-def noting_calls(model: nn.Module, reached: set[str]) -> Iterator[None]:
-    """Add the paths of the modules that are called, and of those that they are in, under each of their names."""
+def recording_calls(model: nn.Module, reached: set[str]) -> Iterator[None]:
+    """Add the paths of modules that are called, and of those around them, under each of their names."""
 
-    def note(path: str, *_: object) -> None:
+    def record(path: str, *_: object) -> None:
         if path not in reached:
             reached.update(accumulate(path.split("."), "{}.{}".format), [""])
 
-    modules = model.named_modules(remove_duplicate=False)
-    with hooked((module, partial(note, path)) for path, module in modules):
+    with hooked((module, partial(record, path)) for path, module in model.named_modules(remove_duplicate=False)):
         yield
 
 
-# --- tensors, and how far they are from others
+# --- differences
 
 
 def floating_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The floating-point tensors in nested dicts, lists and tuples, such as the output of a model."""
+    """Yield the floating-point tensors in nested dicts, lists and tuples, such as the output of a model."""
     return (tensor for _, tensor in named_tensors(value))
 
 
 def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The same by name, `hidden_states.0` for one; of a cache how many tokens it holds."""
+    """Yield them by name, such as `hidden_states.0`, and for a cache the number of its tokens."""
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         yield name or "the output", value
     elif isinstance(value, dict | list | tuple):
@@ -208,30 +207,30 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tenso
 
 
 class Difference(NamedTuple):
-    """How far tensors are from others: the one that is furthest, as the largest over its elements."""
+    """How far tensors are from a reference: the largest difference of an element."""
 
     absolute: float
     relative: float
     scale: float  # the largest magnitude in the reference
-    where: str = ""  # which tensor it is, or what is another thing altogether
+    where: str = ""  # the name of the tensor, or what makes the two incomparable
 
     @property
     def share(self) -> float:
-        """Of the reference's magnitude, or of 1 where that is smaller."""
+        """The difference relative to the magnitude of the reference, or to 1 where that is smaller."""
         return self.absolute / max(1.0, self.scale)
 
     def within(self, tolerance: float) -> bool:
-        """Whether it is no more than `tolerance` of the reference's magnitude, or of 1 where that is smaller."""
+        """Whether the share is no more than the tolerance."""
         return self.share <= tolerance  # false for nan
 
 
 def difference(ours: Iterable[torch.Tensor], reference: Iterable[torch.Tensor]) -> Difference:
-    """The difference of two lists of tensors; infinite where their number, a shape or a type isn't the same.
+    """Return the difference of two lists of tensors; infinite if their number, a shape or a dtype differs.
 
     >>> difference([torch.tensor([1.0, 2.5])], [torch.tensor([1.0, 2.0])]).absolute
     0.5
     """
-    return differences(*({str(number): each for number, each in enumerate(some)} for some in (ours, reference)))
+    return differences(*({str(index): tensor for index, tensor in enumerate(some)} for some in (ours, reference)))
 
 
 def differences(ours: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> Difference:
@@ -240,19 +239,23 @@ def differences(ours: Mapping[str, torch.Tensor], reference: Mapping[str, torch.
     >>> differences({"logits": torch.tensor([1.0, 2.5])}, {"logits": torch.tensor([1.0, 2.0])})
     Difference(absolute=0.5, relative=0.25, scale=2.0, where='logits')
 
-    A value that isn't finite is equal to the same value at the same place only: it is what stock has there.
+    A value that isn't finite only equals the same value at the same place.
     """
     worst: Difference | None = None
-    for name in {**reference, **ours}:  # in the order of stock
+    for name in {**reference, **ours}:  # in the order of the reference
         mine, theirs = ours.get(name), reference.get(name)
         if mine is None or theirs is None:
             return Difference(math.inf, math.inf, 0.0, f"{name} is {'missing' if mine is None else 'not in stock'}")
-        kinds = [f"{each.dtype} of the shape {tuple(each.shape)}" for each in (mine, theirs)]
-        if kinds[0] != kinds[1]:
-            return Difference(math.inf, math.inf, 0.0, f"{name} is {kinds[0]} where stock has {kinds[1]}")
-        found = _difference(mine, theirs)._replace(where=name)
-        worst = found if worst is None or found.share > worst.share else worst
+        if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
+            return Difference(math.inf, math.inf, 0.0, f"{name} is {kind_of(mine)} where stock has {kind_of(theirs)}")
+        gap = _difference(mine, theirs)._replace(where=name)
+        worst = gap if worst is None or gap.share > worst.share else worst
     return worst or Difference(0.0, 0.0, 0.0)
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """Return dtype and shape for a message."""
+    return f"{tensor.dtype} of the shape {tuple(tensor.shape)}"
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> Difference:
@@ -262,9 +265,8 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> Difference:
     one = one.to(other.device, other.dtype)
     absolute, scale = (max(abs(float(bound)) for bound in torch.aminmax(each)) for each in (one - other, other))
     if not math.isfinite(absolute + scale):
-        same = (one == other) | (one.isnan() & other.isnan())
-        gap = torch.where(same, 0.0, (one - other).abs())
-        finite = other[other.isfinite()]
+        gap = torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, (one - other).abs())
         absolute = math.inf if gap.isnan().any() else float(gap.max())
+        finite = other[other.isfinite()]
         scale = float(finite.abs().max()) if finite.numel() else 0.0
     return Difference(absolute, absolute / scale if scale else math.inf if absolute else 0.0, scale)

@@ -1,4 +1,4 @@
-"""The progress of a verification: a bar in a terminal or a notebook, a line of the log elsewhere."""
+"""The surroundings of a verification: its progress bar or log, and the global state that it restores."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from transformers.utils import logging as transformers_logging
 
 from patcher.verification.passes import seeded
 
-#: How many seconds pass before a bar is shown.
+#: The seconds before a bar is shown.
 MOMENT = 2.0
 
 
 @contextmanager
 def progress(doing: str, stages: Sequence[str], shown: bool | None = None) -> Iterator[Callable[..., None]]:
-    """A bar on stderr with the current stage and the time left, removed at the end. Yields a function that is called
-    with the name of each stage, or of something else and how much of the whole is done.
+    """Show a bar with the current stage and the time left, and remove it at the end.
 
-    It is one of transformers' bars, so `transformers.logging.disable_progress_bar()` puts it off, and a notebook gets
-    that of notebooks. Elsewhere each stage is a line of transformers' log: of its `info`, or of its warnings where
-    progress is requested.
+    It is one of transformers' bars, so `transformers.logging.disable_progress_bar()` disables it. Without a terminal
+    or a notebook, each stage is a line of transformers' log: `info`, or `warning` if progress is requested.
+
+    Yields a function to call with the name of a stage, or with another text and the share of the whole that is done.
 
     Args:
-        doing: what is done.
-        stages: all that there are, where that is known.
-        shown: whether to show it; by default where stderr is a terminal, or in a notebook.
+        doing: the text before the stage.
+        stages: all stages, if they are known.
+        shown: whether to show it; by default on a terminal or in a notebook.
     """
     console, logs = Console(stderr=True), transformers_logging
     bar: Any = None
     if (console.is_terminal or console.is_jupyter) and shown is not False and logs.is_progress_bar_enabled():
         form = "{desc} |{bar:20}| {elapsed}<{remaining}" if stages else "{desc} {elapsed}"
         bar = logs.tqdm(total=1.0, delay=MOMENT, leave=False, bar_format=form, file=sys.stderr)
-    # What transformers says meanwhile is put off, and this isn't.
+    # Decided here, since the verbosity of transformers is lowered meanwhile.
     level = logging.WARNING if shown else logging.INFO
     logger = logging.getLogger("transformers.patcher") if level >= logs.get_verbosity() and bar is None else None
     started = before = time.perf_counter()
@@ -69,13 +69,14 @@ def progress(doing: str, stages: Sequence[str], shown: bool | None = None) -> It
 
 
 @contextmanager
-def under_way(
+def isolated(
     doing: str, seed: int, stages: Sequence[str], shown: bool | None = None
 ) -> Iterator[tuple[Path, Callable[..., None]]]:
-    """An empty folder, and the function of `progress`. Random states, default dtype and gradient mode are the usual
-    ones within, and afterwards what they were, as the number of threads is: what is verified, replacements included,
-    may set what it likes. No bars and warnings of transformers: a dozen loads, and inputs that are only tried, would
-    say much.
+    """Set the usual random states, default dtype and gradient mode, and restore them at the end, like the threads.
+
+    Bars and warnings of transformers are off: there are a dozen loads, and inputs that are only tried.
+
+    Yields an empty folder, and the function of `progress`.
     """
     logs: Any = transformers_logging
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""A benchmark under way: what models are made to do, and rounds in which stock and patchers take turns."""
+"""A benchmark in progress: the work of models, and rounds in which stock and patchers take turns."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from patcher.verification.sides import Side
 from patcher.verification.texts import batch, token_rows
 from patcher.verification.verify import verify
 
-#: What is measured, in this order.
+#: The measures, in this order.
 MEASURES = ("load", "memory", "prefill", "decode", "forward", "training")
 STOCK, AGAIN = "stock", "stock again"
 #: The mean of prompts, decoding and training.
 ALL = "all that is run"
-#: Of more members not every subset is measured.
+#: The largest number of members of which every subset is measured.
 FEW = 3
-#: How many rows come at once, and how many tokens follow a prompt.
+#: The batch sizes, and the number of tokens after a prompt.
 BATCHES, STEPS = (1, 8), 4
-#: How many tokens a prompt may have: as many as the time allows.
+#: The lengths of a prompt, of which the longest is taken that the time allows.
 _LENGTHS = (512, 256, 128, 64, 32, 16)
-#: Seconds: what takes less is run several times, up to so many.
+#: Shorter work (in seconds) is repeated, at most this many times.
 _SHORTEST, _TIMES = 0.008, 20
-#: So many rounds are to fit into the time, and more are not needed; loads take no more than this part of it.
-_WANTED, _ENOUGH, _LOADING = 12, 40, 0.5
-#: A model that is made anew computes what stock does within so many tolerances of its type.
+#: The number of rounds for which lengths are chosen, the largest number of rounds, and the largest share of loads.
+_PLANNED, _MOST, _LOADING = 12, 40, 0.5
+#: The tolerance of the outputs of measured models, in tolerances of their dtype.
 _APART = 2.0
 
 
@@ -56,7 +56,7 @@ _APART = 2.0
 
 
 def measured_members(patcher: Patcher) -> list[Patcher]:
-    """Each key and each fusion alone; a patcher with conversions is one member."""
+    """Return a patcher for each key and each fusion; a patcher with conversions is one member."""
     members = members_of(patcher)
     conversions = patcher.extra_weight_conversions or patcher.filtered_weight_conversion_patterns
     if len(members) < 2 or conversions or patcher.new_weights or patcher.dropped_weights:
@@ -65,56 +65,56 @@ def measured_members(patcher: Patcher) -> list[Patcher]:
 
 
 def candidates_of(patchers: Sequence[Patcher], members: Sequence[Patcher]) -> list[Patcher]:
-    """What is measured: what was given, and the subsets of its members; of many each alone, and all."""
+    """Return the patchers to measure: these, and the subsets of their members; of many members each alone, and all."""
     sizes = range(1, len(members) + 1) if len(members) <= FEW else (1, len(members))
-    subsets = [some for size in sizes for some in combinations(members, size)]
-    return unique([*patchers, *(each for some in subsets for each in joined(some))])
+    subsets = [subset for size in sizes for subset in combinations(members, size)]
+    return unique([*patchers, *(patcher for subset in subsets for patcher in joined(subset))])
 
 
 def joined(patchers: Sequence[Patcher]) -> list[Patcher]:
-    """All in one; none where they contradict one another, or there are none."""
+    """Return one patcher with all of them, or none if they contradict each other."""
     with suppress(PatchConflictError):
         return [reduce(operator.or_, patchers)] if patchers else []
     return []
 
 
 def unique(patchers: Iterable[Patcher]) -> list[Patcher]:
-    """Without those that do what one before them does."""
-    found: dict[Patcher, Patcher] = {}
-    for each in patchers:
-        found.setdefault(each.replace(name="", alternatives=()), each)
-    return list(found.values())
+    """Drop patchers with the same effect as an earlier one."""
+    result: dict[Patcher, Patcher] = {}
+    for patcher in patchers:
+        result.setdefault(patcher.replace(name="", alternatives=()), patcher)
+    return list(result.values())
 
 
-# --- what a model is made to do
+# --- the work of a model
 
 
-def timed(device: torch.device, call: Callable[[], Any]) -> tuple[float, Any]:
-    """The seconds of a call, by events where the model is on a GPU of CUDA, and what it gives."""
+def timed(device: torch.device, call: Callable[[], Any]) -> float:
+    """Return the seconds of a call, by events on a CUDA GPU."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with torch.cuda.device(device):
             start.record()
-            given = call()
+            call()
             end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1000, given
+        return float(start.elapsed_time(end)) / 1000
     started = time.perf_counter()
-    given = call()
+    call()
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-    return time.perf_counter() - started, given
+    return time.perf_counter() - started
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is done with one batch: of `MEASURES` one that runs the model.
+    """One measure of one batch.
 
     Attributes:
-        kind: which of them.
+        kind: the measure.
         arguments: those of the forward.
-        name: what reports call it.
-        times: how often it is done, each time.
+        name: its name in reports.
+        times: how often it is repeated in each round.
     """
 
     kind: str
@@ -123,103 +123,103 @@ class Work:
     times: int = 1
 
     def run(self, model: Any) -> float:
-        """The seconds that it takes."""
-        taken, cache = parameters_of(model), cache_argument(model)
+        """Return the mean of its seconds."""
+        accepted, cache = parameters_of(model), cache_argument(model)
         seconds = 0.0
         for _ in range(self.times):
             arguments = fitted(self.arguments, model)
             with torch.no_grad():
                 if self.kind == "training":
-                    uncached = {"use_cache": False} if "use_cache" in taken else {}
+                    uncached = {"use_cache": False} if "use_cache" in accepted else {}
                     call = partial(_train, model, arguments | uncached)
                 elif self.kind == "forward":
                     call = partial(model, **arguments)
                 else:
-                    last = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
+                    last = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
                     call = partial(model, **arguments, use_cache=True, **last)
                     if self.kind == "decode":
                         call = partial(_decode, model, arguments, {str(cache): getattr(call(), str(cache))})
-                seconds += timed(device_of(model), call)[0]
+                seconds += timed(device_of(model), call)
         return seconds / self.times
 
 
-def _decode(model: Any, arguments: dict[str, Any], memory: dict[str, Any]) -> None:
+def _decode(model: Any, arguments: dict[str, Any], cache: dict[str, Any]) -> None:
     ids, mask = arguments["input_ids"][:, -1:], arguments.get("attention_mask")
     for _ in range(STEPS):
         mask = None if mask is None else torch.cat([mask, mask[:, -1:]], 1)
-        model(input_ids=ids, **memory, use_cache=True, **({} if mask is None else {"attention_mask": mask}))
+        model(input_ids=ids, **cache, use_cache=True, **({} if mask is None else {"attention_mask": mask}))
 
 
 def _train(model: Any, arguments: dict[str, Any]) -> None:
     model.train()
     try:
         with torch.enable_grad():
-            outputs = [each for each in floating_tensors(model(**arguments)) if each.requires_grad]
-            torch.stack([each.float().square().mean() for each in outputs]).sum().backward()  # type: ignore[no-untyped-call]
+            outputs = [output for output in floating_tensors(model(**arguments)) if output.requires_grad]
+            torch.stack([output.float().square().mean() for output in outputs]).sum().backward()  # type: ignore[no-untyped-call]
     finally:
         model.eval()
         model.zero_grad(set_to_none=True)
 
 
-def works_of(model: Any, batches: Sequence[Mapping[str, Any]], parts: Sequence[str], are_given: bool) -> list[Work]:
-    """What stock can be made to do: decoders go on from a prompt, others are only run.
+def works_of(model: Any, batches: Sequence[Mapping[str, Any]], measures: Sequence[str], are_given: bool) -> list[Work]:
+    """Return the work that stock can do.
 
     Args:
         model: stock.
         batches: arguments of the forward.
-        parts: what is measured.
-        are_given: whether somebody asks for these batches; of others one is enough for a step of training.
+        measures: the names of the measures.
+        are_given: whether the caller chose the batches; otherwise one of them is enough for training.
 
     Raises:
-        InvalidPatcherError: batches that are given, and stock can't be run on one.
+        InvalidPatcherError: stock can't be run on a batch of the caller.
     """
     works: list[Work] = []
-    wanted = {*parts, *(["forward"] if "prefill" in parts else [])}
+    chosen = {*measures, *(["forward"] if "prefill" in measures else [])}
     for number, arguments in enumerate(batches, 1):
         ids = arguments.get("input_ids")
-        counts = [len(each) for each in arguments.values() if isinstance(each, torch.Tensor) and each.dim()]
-        title = f"{' x '.join(map(str, ids.shape))} tokens" if ids is not None else f"a batch of {(counts or [1])[0]}"
-        decodes = ids is not None and model.can_generate() and not model.config.is_encoder_decoder
-        is_decoder = decodes and cache_argument(model) is not None
+        sizes = [len(value) for value in arguments.values() if isinstance(value, torch.Tensor) and value.dim()]
+        title = f"{' x '.join(map(str, ids.shape))} tokens" if ids is not None else f"a batch of {(sizes or [1])[0]}"
+        generates = ids is not None and model.can_generate() and not model.config.is_encoder_decoder
+        is_decoder = generates and cache_argument(model) is not None
         names = {"prefill": title, "decode": f"{STEPS} after {title}"} if is_decoder else {"forward": title}
         names |= {"training": title} if are_given or number == len(batches) else {}
         for kind, what in names.items():
             work = Work(kind, arguments, f"{'training step' if kind == 'training' else kind}, {what}")
             try:
-                taken = work.run(model) if kind in wanted else 0.0
+                seconds = work.run(model) if kind in chosen else 0.0
             except Exception as error:
                 if are_given and kind != "training":
                     raise InvalidPatcherError(
                         f"stock can't be run on inputs={list(arguments)}: {error_text(error)}"
                     ) from error
             else:
-                times = min(_TIMES, max(1, round(_SHORTEST / max(taken, 1e-6))))
-                works += [replace(work, times=times)] if kind in wanted else []
+                times = min(_TIMES, max(1, round(_SHORTEST / max(seconds, 1e-6))))
+                works += [replace(work, times=times)] if kind in chosen else []
     return works
 
 
 def batches_of(model: Any, side: Side, seconds: float, seed: int) -> list[dict[str, Any]]:
-    """One row and several, with as many tokens as there is time for in a round of so many seconds; of a model that
-    takes no texts what it takes."""
+    """Return batches of one and of eight rows, with as many tokens as fit into a round of so many seconds; for a model
+    that doesn't take texts, one suitable batch."""
     processor = processor_of(side.folder, side.options)
     if "input_ids" in parameters_of(model):
         rows = token_rows(model, processor, seed)
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         longest = limit - STEPS if isinstance(limit, int) and limit > STEPS else _LENGTHS[0]
 
-        def of(length: int, count: int) -> dict[str, Any]:
+        def prompts(length: int, count: int) -> dict[str, Any]:
             ids = batch(rows, [min(length, longest)] * count)
             return {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
 
         with suppress(Exception), torch.no_grad():
-            shortest = fitted(of(_LENGTHS[-1], 1), model)
+            shortest = fitted(prompts(_LENGTHS[-1], 1), model)
             model(**shortest)
             # Four prompts of about as many tokens, and training, which takes three times as long as one of them.
-            by_token = 7 * timed(device_of(model), lambda: model(**shortest))[0] / _LENGTHS[-1]
-            length = next((each for each in _LENGTHS if each * by_token <= seconds), _LENGTHS[-1])
-            return [of(max(8, length // rows), rows) for rows in BATCHES]
+            by_token = 7 * timed(device_of(model), lambda: model(**shortest)) / _LENGTHS[-1]
+            length = next((length for length in _LENGTHS if length * by_token <= seconds), _LENGTHS[-1])
+            return [prompts(max(8, length // count), count) for count in BATCHES]
     passes = chosen_passes(model, processed(model, processor))
-    return [one.arguments for one in passes if not one.path and one.method == "forward"][:1]
+    return [run.arguments for run in passes if not run.path and run.method == "forward"][:1]
 
 
 # --- loads
@@ -228,152 +228,152 @@ def batches_of(model: Any, side: Side, seconds: float, seed: int) -> list[dict[s
 def loaded(
     side: Side, scratch: Path, seed: int, arguments: Mapping[str, Any]
 ) -> tuple[Any, list[torch.Tensor], dict[str, float]]:
-    """Load a model and run it once: weights of a file that is only mapped are read by the first run. What it gives,
-    and the seconds and bytes that it took."""
-    with suppress(AttributeError, OSError):  # what glibc keeps for later would not be counted
+    """Load a model and run it once, since memory-mapped weights are read by the first run. Return the model, its
+    outputs, and the figures of the load."""
+    with suppress(AttributeError, OSError):  # memory that glibc keeps would be reused, and not counted
         ctypes.CDLL(None).malloc_trim(0)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # of Linux: the peak is counted anew
-    before = {kind: _held(kind)[0] for kind in ("cpu", "cuda")}
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak on Linux
+    before = {kind: _memory(kind)[0] for kind in ("cpu", "cuda")}
     started = time.perf_counter()
     model = side.load(scratch, seed)
     device = device_of(model)
     with torch.no_grad():
-        outputs = [each.float().cpu() for each in floating_tensors(model(**fitted(arguments, model)))]
+        outputs = [output.float().cpu() for output in floating_tensors(model(**fitted(arguments, model)))]
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     seconds = time.perf_counter() - started
-    return model, outputs, {"load": seconds, "memory": _held(device.type)[1] - before.get(device.type, 0)}
+    return model, outputs, {"load": seconds, "memory": _memory(device.type)[1] - before.get(device.type, 0)}
 
 
-def _held(kind: str) -> tuple[int, int]:
-    """How many bytes the process holds, or on a GPU, and how many at most; 0 where it isn't known."""
+def _memory(kind: str) -> tuple[int, int]:
+    """Return the current and the peak memory of the process or the GPU in bytes, 0 if unknown."""
     if kind == "cuda" and torch.cuda.is_available():
         return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
     with suppress(OSError):
-        found = dict(re.findall(r"(VmRSS|VmHWM):\s+(\d+) kB", Path("/proc/self/status").read_text()))
-        return 1024 * int(found["VmRSS"]), 1024 * int(found["VmHWM"])
+        status = dict(re.findall(r"(VmRSS|VmHWM):\s+(\d+) kB", Path("/proc/self/status").read_text()))
+        return 1024 * int(status["VmRSS"]), 1024 * int(status["VmHWM"])
     return 0, 0
 
 
 # --- rounds
 
-#: What was measured of each, in one round: STOCK, AGAIN or a patcher -> the name of the figure -> the figure.
+#: The figures of a round: STOCK, AGAIN or a patcher -> the name of the measure -> the figure.
 Figures = dict[Any, dict[str, float]]
 
 
-class OverError(Exception):
-    """The time is over."""
+class TimeOverError(Exception):
+    """There is no time for more."""
 
 
 @dataclass
 class Rounds:
-    """A benchmark under way: what is measured and how, then what was found."""
+    """A benchmark in progress."""
 
     side: Side
     scratch: Path
     seed: int
-    seconds: float  # that it may take
+    seconds: float  # the time limit
     step: Callable[..., None]
-    parts: Sequence[str]
-    checks: bool  # whether what isn't the same as stock is left out
+    measures: Sequence[str]
+    checks: bool  # whether to leave out patchers that differ from stock
     started: float
-    models: dict[Any, Any] = field(default_factory=dict)  # STOCK, AGAIN, or a patcher
+    models: dict[Any, Any] = field(default_factory=dict)  # by STOCK, AGAIN, or the patcher
     batches: Sequence[Mapping[str, Any]] = ()
     works: list[Work] = field(default_factory=list)
     rounds: list[Figures] = field(default_factory=list)
     candidates: list[Patcher] = field(default_factory=list)
     left_out: dict[Patcher, str] = field(default_factory=dict)
-    loading: float = 0.0
+    loading: float = 0.0  # seconds
 
     @property
-    def passed(self) -> float:
-        """Seconds since it began."""
+    def elapsed(self) -> float:
+        """Seconds since the start."""
         return time.perf_counter() - self.started
 
     def measure(self, patchers: Sequence[Patcher], inputs: Any) -> None:
-        """All of it: those that aren't what stock is are left out, then rounds of the others and of their parts."""
-        members = unique(member for each in patchers for member in measured_members(each))
+        """Verify the patchers, then measure those that pass and the subsets of their members."""
+        members = unique(member for patcher in patchers for member in measured_members(patcher))
         candidates = candidates_of(patchers, members)
         options = {name: value for name, value in self.side.options.items() if name not in ("dtype", "torch_dtype")}
         options |= {"model_class": self.side.cls, "quick": True, "seed": self.seed, "progress": False}
-        for each in patchers if self.checks else ():
-            self._tell("verification")
-            found = verify(self.side.folder, each, **options)
-            if not found.passed:
-                self.left_out[each] = f"it differs from stock: {'; '.join(found.failures)}"
+        for patcher in patchers if self.checks else ():
+            self._report("verification")
+            verification = verify(self.side.folder, patcher, **options)
+            if not verification.passed:
+                self.left_out[patcher] = f"it differs from stock: {'; '.join(verification.failures)}"
         self._prepare(inputs, len(candidates))
         are_all = len(members) <= FEW
         self._rounds(candidates, 1.0 if are_all else 0.5)
-        if not are_all:  # those that are faster by themselves, together, beside what was given
+        if not are_all:  # then the members that are faster alone, together
             whole = {key: gains[ALL].ratio for key, gains in self.gains().items() if key in members and ALL in gains}
-            faster = sorted((each for each in whole if whole[each] < 1 - LEAST), key=whole.__getitem__)
+            faster = sorted((member for member in whole if whole[member] < 1 - LEAST), key=whole.__getitem__)
             self._rounds(unique([*patchers, *joined(faster), *faster[:1]]), 1.0)
 
     def _prepare(self, inputs: Any, count: int) -> None:
-        """What stock is run on, where so many patchers are measured."""
-        self._tell("inputs")
+        """Choose batches and work for this number of patchers."""
+        self._report("inputs")
         stock = self.side.load(self.scratch, self.seed)
-        given: list[Any] = [inputs] if isinstance(inputs, Mapping) else [] if inputs is None else list(inputs)
-        for each in given:
-            if not isinstance(each, Mapping) or not each:
+        batches: list[Any] = [inputs] if isinstance(inputs, Mapping) else [] if inputs is None else list(inputs)
+        for arguments in batches:
+            if not isinstance(arguments, Mapping) or not arguments:
                 raise InvalidPatcherError(
-                    f"inputs are the arguments of a forward by name, or a list of such, found {each!r}; write "
+                    f"inputs are the arguments of a forward by name, or a list of such, found {arguments!r}; write "
                     'inputs=tokenizer(texts, return_tensors="pt").'
                 )
-        seconds = (self.seconds - self.passed) * (1 - _LOADING) / (_WANTED * (count + 2))
-        self.batches = given or batches_of(stock, self.side, seconds, self.seed)
-        self.works = works_of(stock, self.batches, self.parts, are_given=inputs is not None)
-        if not self.batches or not (self.works or {*self.parts} <= {"load", "memory"}):
+        seconds = (self.seconds - self.elapsed) * (1 - _LOADING) / (_PLANNED * (count + 2))
+        self.batches = batches or batches_of(stock, self.side, seconds, self.seed)
+        self.works = works_of(stock, self.batches, self.measures, are_given=inputs is not None)
+        if not self.batches or not (self.works or {*self.measures} <= {"load", "memory"}):
             raise InvalidPatcherError(
                 f"{self.side.class_name} runs on none of the inputs that were tried; write "
                 "benchmark(..., inputs={...}), the arguments of its forward."
             )
 
     def _rounds(self, candidates: Sequence[Patcher], share: float) -> None:
-        """Rounds of these, until so much of the time is over; the first loads, in which all is new, don't count."""
+        """Measure these until this share of the time is over; first loads aren't counted."""
         self.candidates = unique([*self.candidates, *candidates])
         keys = [STOCK, AGAIN, *candidates]
-        with suppress(OverError):
+        with suppress(TimeOverError):
             _, outputs = self._load(keys)
             allowed = _APART * TOLERANCES.get(self.models[STOCK].dtype, 1e-5)
             for key in outputs if self.checks else ():
-                apart = difference(outputs[key], outputs[STOCK])
-                if not apart.within(allowed):
-                    self.left_out[key] = f"its outputs differ from stock's by {apart.absolute:.2g}"
-            for _ in range(_ENOUGH):
-                started = self.passed
+                gap = difference(outputs[key], outputs[STOCK])
+                if not gap.within(allowed):
+                    self.left_out[key] = f"its outputs differ from stock's by {gap.absolute:.2g}"
+            for _ in range(_MOST):
+                started = self.elapsed
                 self.rounds.append(self._round(keys))
-                if 2 * self.passed - started > share * self.seconds:
+                if 2 * self.elapsed - started > share * self.seconds:
                     break
 
     def _round(self, keys: Sequence[Any]) -> Figures:
-        self._tell(f"round {len(self.rounds) + 1}")
-        found: Figures = {key: {} for key in keys}
-        # Loaded anew, so that it isn't luck where weights lie; where that takes too long, once.
-        if not self.works or self.loading <= _LOADING * self.passed:
-            found, _ = self._load(keys)
+        self._report(f"round {len(self.rounds) + 1}")
+        results: Figures = {key: {} for key in keys}
+        # Loaded anew, if there is time, since the speed depends on where weights are in memory.
+        if not self.works or self.loading <= _LOADING * self.elapsed:
+            results, _ = self._load(keys)
         for work in self.works:
             for key in self._in_turn(keys):
                 try:
-                    found[key][work.name] = work.run(self.models[key])
-                except Exception as error:  # stock could: the patcher can't
+                    results[key][work.name] = work.run(self.models[key])
+                except Exception as error:  # stock didn't raise
                     if not isinstance(key, Patcher):
                         raise
                     self.left_out[key] = f"{work.name}: {error_text(error)}"
-        for figures in found.values() if self.works else ():
+        for figures in results.values() if self.works else ():
             kinds: dict[str, list[float]] = {}
             for work in self.works:
                 kinds.setdefault(work.kind, []).append(log(figures.get(work.name, 1.0)))
             if all(work.name in figures for work in self.works):
                 figures[ALL] = exp(fmean(map(fmean, kinds.values())))
-        return found
+        return results
 
     def _load(self, keys: Sequence[Any]) -> tuple[Figures, dict[Any, list[torch.Tensor]]]:
-        """Load all anew. What was measured, and what they give."""
-        started, found, outputs = self.passed, Figures(), dict[Any, list[torch.Tensor]]()
+        """Load all models anew. Return the figures and the outputs of the first runs."""
+        started, results, outputs = self.elapsed, Figures(), dict[Any, list[torch.Tensor]]()
         self.models.clear()
         gc.collect()
         for key in self._in_turn(keys):
@@ -385,40 +385,42 @@ class Rounds:
                     raise
                 self.left_out[key] = error_text(error)
             else:
-                found[key] = {name: value for name, value in figures.items() if name in self.parts and value > 0}
-        self.loading += self.passed - started
-        return found, outputs
+                results[key] = {name: value for name, value in figures.items() if name in self.measures and value > 0}
+        self.loading += self.elapsed - started
+        return results, outputs
 
-    def _tell(self, what: str) -> None:
-        self.step(what, self.passed / self.seconds)
+    def _report(self, what: str) -> None:
+        self.step(what, self.elapsed / self.seconds)
 
     def _in_turn(self, keys: Iterable[Any]) -> Iterator[Any]:
-        """In an order that is drawn, until twice the time is nearly over."""
+        """Yield keys in random order; stop shortly before twice the time is over."""
         kept = [key for key in keys if key not in self.left_out]
-        for key in random.sample(kept, len(kept)):  # seeded around all of it
-            if self.passed > 1.8 * self.seconds:
-                raise OverError
+        for key in random.sample(kept, len(kept)):  # the caller has seeded it
+            if self.elapsed > 1.8 * self.seconds:
+                raise TimeOverError
             yield key
 
-    # --- what was found
+    # --- results
 
     def of_stock(self) -> dict[str, float]:
-        """The medians of stock."""
+        """Return the medians of stock."""
         names = ["load", "memory", *(work.name for work in self.works)]
-        values = {name: [each[STOCK][name] for each in self.rounds if name in each[STOCK]] for name in names}
-        return {name: median(listed) for name, listed in values.items() if listed}
+        values = {name: [figures[STOCK][name] for figures in self.rounds if name in figures[STOCK]] for name in names}
+        return {name: median(some) for name, some in values.items() if some}
 
     def gains(self) -> dict[Patcher, dict[str, Gain]]:
-        """Of each patcher what was run, and all of it together."""
-        gains: dict[Patcher, dict[str, Gain]] = {}
-        for names in ([ALL], self.of_stock()):  # whether one pays is decided first, and for itself
-            found: dict[tuple[Patcher, str], Gain] = {}
-            for key in self.candidates:
-                for name in names if key not in self.left_out else ():
-                    three = [[each.get(one, {}).get(name) for one in (STOCK, AGAIN, key)] for each in self.rounds]
-                    rows = [[log(figure) for figure in row if figure] for row in three if all(row)]
+        """Return the gains of each patcher by measure."""
+        results: dict[Patcher, dict[str, Gain]] = {}
+        for names in ([ALL], self.of_stock()):  # whether a patcher pays is a comparison of its own
+            gains: dict[tuple[Patcher, str], Gain] = {}
+            for patcher in self.candidates:
+                for name in names if patcher not in self.left_out else ():
+                    triples = [
+                        [figures.get(key, {}).get(name) for key in (STOCK, AGAIN, patcher)] for figures in self.rounds
+                    ]
+                    rows = [[log(figure) for figure in triple if figure] for triple in triples if all(triple)]
                     if rows:
-                        found[key, name] = gain(rows)
-            for (key, name), one in decided(found).items():
-                gains.setdefault(key, {})[name] = one
-        return gains
+                        gains[patcher, name] = gain(rows)
+            for (patcher, name), one in decided(gains).items():
+                results.setdefault(patcher, {})[name] = one
+        return results

@@ -1,4 +1,4 @@
-"""The two models that are compared: how each is loaded, again and with other options; and small ones."""
+"""The two models of a comparison, loaded with varying options; small configs and random checkpoints."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from patcher.spec.patcher import Patcher
 from patcher.verification.comparing import UncheckedError
 from patcher.verification.passes import seeded
 
-#: A model of fewer parameters is computed by one thread: beside other work, several wait for each other and count as
-#: busy while they do (SmolLM2 beside three processes on two cores: 124 processor seconds by two threads, 24 by one).
+#: Models of fewer parameters use one thread: beside other work, several spin while they wait for each other (SmolLM2
+#: beside three processes on two cores: 124 processor seconds with two threads, 24 with one).
 ONE_THREAD = 2**28
 #: The name of a folder of random weights.
 RANDOM = "random weights"
-#: What makes a model small: the name of an attribute -> its value. Queries have 4 heads, keys and values 2, wherever a
-#: config lets them differ; a sliding window or a chunk that is shorter than the input would only test the mask.
+#: The attributes of small configs. Queries have 4 heads, keys and values 2, wherever a config lets them differ; a
+#: sliding window or a chunk that is shorter than the input would only test the mask.
 SMALL: dict[str, Any] = {
     name: value
     for value, names in json.loads(Path(__file__).with_name("small_sizes.json").read_text(encoding="utf-8"))
@@ -43,9 +43,9 @@ class Side:
         cls: its class, or an Auto class.
         folder: a repo id or a folder.
         options: keyword arguments of `from_pretrained`.
-        patcher: what it is loaded with; without one it is loaded as stock, whatever is in force.
-        model: in place of all that, a model in memory, which can't be loaded again.
-        name: what failures call it.
+        patcher: its patcher; without one it is loaded unpatched, whatever is in force.
+        model: a model in memory instead, which can't be loaded again.
+        name: its name in messages.
     """
 
     cls: Any = None
@@ -57,31 +57,31 @@ class Side:
 
     @property
     def place(self) -> str:
-        """Where its weights come from."""
+        """The source of its weights."""
         if self.model is not None:
             return "in memory"
         return RANDOM if isinstance(self.folder, Path) and self.folder.name == RANDOM else str(self.folder)
 
     @property
     def class_name(self) -> str:
-        """That of the model."""
+        """The name of the class of the model."""
         name: str = self.cls.__name__ if self.model is None else type(self.model).__name__
         return name
 
     def load(self, scratch: Path, seed: int, **more: Any) -> Any:
-        """The model in eval mode.
+        """Load the model, in eval mode.
 
         Args:
-            scratch: a folder for what is offloaded.
+            scratch: a folder for offloaded weights.
             seed: of weights that the checkpoint doesn't have.
-            more: options that win over its own.
+            more: options that override its own.
         """
         if self.model is not None:
             if more != {"dtype": self.model.dtype}:
                 raise UncheckedError("a model in memory can't be loaded again with other options")
             return self.model.eval()
         options = {**self.options, **more}
-        if options.get("offload_folder") is not None:  # of each model its own: names of files are those of weights
+        if options.get("offload_folder") is not None:  # one for each model: files are named after weights
             options["offload_folder"] = tempfile.mkdtemp(prefix="offload-", dir=scratch)
         if self.patcher is not None:
             options["patcher"] = self.patcher
@@ -92,7 +92,7 @@ class Side:
 
 
 def side_of(model: Any, options: Mapping[str, Any], scratch: Path, seed: int, model_class: Any = None) -> Side:
-    """What loads a model by its repo, folder or config; of a config a checkpoint of random weights is made."""
+    """Return the side of a repo, a folder or a config, for which a checkpoint of random weights is saved."""
     config = config_of(model, options)
     cls = model_class_of(config, model_class, model, options)
     if isinstance(model, PretrainedConfig):
@@ -101,7 +101,7 @@ def side_of(model: Any, options: Mapping[str, Any], scratch: Path, seed: int, mo
 
 
 def random_checkpoint(cls: Any, config: PretrainedConfig, folder: Path, seed: int) -> Path:
-    """Every parameter gets values of its own: with the zeros and ones of an initialisation much would go unseen."""
+    """Save a checkpoint in which no parameter has the zeros or ones of an initialization, which hide mistakes."""
     model = make_from_config(cls, config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -116,7 +116,7 @@ def random_checkpoint(cls: Any, config: PretrainedConfig, folder: Path, seed: in
 
 
 def fit_threads(model: torch.nn.Module) -> None:
-    """Compute with no more threads than there are processors, a small model with one."""
+    """Set the number of threads: no more than processors, and one for a small model."""
     before = torch.get_num_threads()
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or before
     is_small = sum(parameter.numel() for parameter in model.parameters()) < ONE_THREAD
@@ -124,32 +124,31 @@ def fit_threads(model: torch.nn.Module) -> None:
 
 
 def small_config(config_class: type[PretrainedConfig]) -> PretrainedConfig:
-    """A config as small as it can be.
+    """Return a small config.
 
     >>> from transformers import Qwen3Config
     >>> config = small_config(Qwen3Config)
     >>> config.hidden_size, config.num_hidden_layers, config.num_key_value_heads
     (64, 2, 2)
 
-    Sizes that depend on each other in a way that their names don't show aren't known: for such an architecture the
-    caller gives a config.
+    Sizes that depend on each other in a way that their names don't show aren't known.
 
     Raises:
-        Exception: what the config says of sizes that don't fit together.
+        Exception: the config refuses the sizes.
     """
     return config_class(**_small(config_class()))
 
 
 def _small(default: PretrainedConfig) -> dict[str, Any]:
-    """Arguments for a config like this one: what the table has for it, and for the configs inside of it."""
+    """Return the arguments of a small config, and of its sub-configs."""
     known, renamed = default.to_dict(), type(default).attribute_map
     arguments: dict[str, Any] = {}
     for name, value in SMALL.items():
         computed = isinstance(getattr(type(default), renamed.get(name, name), None), property)
-        types = {type(each) for each in (getattr(default, name, None), value) if each is not None}
+        types = {type(item) for item in (getattr(default, name, None), value) if item is not None}
         if name in known | renamed and not computed and len(types) < 2:
             arguments[name] = value
-    if "qk_rope_head_dim" in arguments:  # of the part with rotary embeddings alone: it follows
+    if "qk_rope_head_dim" in arguments:  # `head_dim` follows from it
         arguments.pop("head_dim", None)
     for name, part in vars(default).items():
         if isinstance(part, PretrainedConfig):

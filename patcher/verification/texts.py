@@ -1,4 +1,4 @@
-"""What a text can show: lengths, padding, caches, calls after one another, and every argument beside it."""
+"""Runs on texts: lengths, padding, caches, repeated calls, and every other argument of the forward beside a text."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from patcher.display.shown import pluralize
 from patcher.verification.comparing import Pair, Reference
 from patcher.verification.passes import AFTER, Pass, differences, parameters_of
 
-#: In tokens. The long row isn't a multiple of a block of 16, the other one of 128 is.
+#: In tokens. The long row isn't a multiple of a block of 16, a row of 128 is.
 SHORT, LONG = 5, 200
-#: The titles of what is run on all layers, and on further models as well: what the others differ in isn't what is
-#: compared there.
+#: The titles of the texts that run with all layers, and in the stages for which the details of others don't matter.
 FEW = ("a short row", "a padded batch")
 STEPS, CHUNKS = "a prompt, then token by token", "a prompt in chunks"
 _LENGTHS = (1, 128)
@@ -32,24 +31,24 @@ _STEPS, _CHUNKS = (12, *[1] * 40), (13, 1, 17, 2, 11)
 
 
 def text_passes(model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Pass]:
-    """What the stock model is to be run on, if it takes token ids; what it refuses is left out later."""
-    taken = parameters_of(model)
-    if "input_ids" not in taken:
+    """Yield the runs of a model that takes token ids; those that it refuses are left out later."""
+    accepted = parameters_of(model)
+    if "input_ids" not in accepted:
         return
     limit, cache = len(rows[0]), cache_argument(model)
-    decoder, positioned, masked = (name in taken for name in ("decoder_input_ids", "position_ids", "attention_mask"))
+    decoder, positions, masked = (name in accepted for name in ("decoder_input_ids", "position_ids", "attention_mask"))
 
     def text(title: str, ids: torch.Tensor, mask: Any = None, **more: Any) -> Pass:
         arguments = {"input_ids": ids} | ({} if mask is None else {"attention_mask": mask})
         if decoder:
             arguments["decoder_input_ids"] = ids
-        if "use_cache" in taken:
+        if "use_cache" in accepted:
             arguments["use_cache"] = False
         counted = None if decoder or mask is None else mask.bool()[:, -ids.shape[1] :]
         return Pass("forward", arguments | more, title=title, counted=counted)
 
     def pieces(title: str, ids: torch.Tensor, sizes: tuple[int, ...], mask: Any = None) -> Pass:
-        cached: dict[str, Any] = {"use_cache": True} if "use_cache" in taken else {}
+        cached: dict[str, Any] = {"use_cache": True} if "use_cache" in accepted else {}
         cached |= {"input_ids": ids} if decoder else {}
         stops = [stop for stop in accumulate(sizes, initial=0) if stop <= limit]
         calls = [
@@ -71,15 +70,15 @@ def text_passes(model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Pass]
         ids = batch(rows, sizes)
         left = model.can_generate() and not decoder
         sides = {side: _padded(ids, sizes, model.config, left=side == "left") for side in ("left", "right")}
-        for side, named in (("left", left), ("right", not left)):
-            yield text("a padded batch" if named else f"a batch padded on the {side}", *sides[side])
+        for side, is_usual in (("left", left), ("right", not left)):
+            yield text("a padded batch" if is_usual else f"a batch padded on the {side}", *sides[side])
         gaps = torch.ones_like(ids)
         gaps[0, 2:4] = gaps[1, 1] = 0
         yield text("a batch with gaps in its mask", ids, gaps)
-        if positioned:
+        if positions:
             ids, mask = sides["left"]
-            positions = (mask.cumsum(-1) - 1).clamp(min=0)
-            yield text("a batch padded on the left, with its positions", ids, mask, position_ids=positions)
+            usual = (mask.cumsum(-1) - 1).clamp(min=0)
+            yield text("a batch padded on the left, with its positions", ids, mask, position_ids=usual)
             # With a mask: without one, positions that aren't consecutive separate several texts in one row.
             steps = torch.arange(ids.shape[1]) * torch.tensor([[3], [1], [2]])
             yield text("a batch with other positions in each row", ids, torch.ones_like(ids), position_ids=steps)
@@ -98,24 +97,21 @@ def text_passes(model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Pass]
 
 
 def batch(rows: list[list[int]], sizes: list[int]) -> torch.Tensor:
-    """A batch of as many rows as there are sizes, as long as the largest of them: no two rows are the same."""
-    long = max(sizes)
+    """Return a row for each size, as long as the largest of them; no two rows are the same."""
     joined = [token for row in rows for token in row]
-    return torch.tensor([(joined[place * 7 % 97 :] + joined)[:long] for place in range(len(sizes))])
+    return torch.tensor([(joined[index * 7 % 97 :] + joined)[: max(sizes)] for index in range(len(sizes))])
 
 
 def _padded(ids: torch.Tensor, sizes: list[int], config: Any, *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first rows of ids with padding, and their mask."""
+    """Replace all but `sizes` tokens of each row by padding, and return the mask too."""
     pad = getattr(config.get_text_config(), "pad_token_id", None)
-    places = torch.arange(ids.shape[1])
-    ends = torch.tensor(sizes)[:, None]
-    mask = (places >= ids.shape[1] - ends) if left else (places < ends)
+    indices, lengths = torch.arange(ids.shape[1]), torch.tensor(sizes)[:, None]
+    mask = (indices >= ids.shape[1] - lengths) if left else (indices < lengths)
     return ids.masked_fill(~mask, max(pad, 0) if isinstance(pad, int) else 0), mask.long()
 
 
 def token_rows(stock: PreTrainedModel, processor: Any, seed: int) -> list[list[int]]:
-    """Three rows of token ids, as long as the longest that is run: English by the model's own tokenizer, or else drawn
-    at random."""
+    """Return three rows of token ids as long as the longest run: English if there is a tokenizer, else random ids."""
     text = stock.config.get_text_config()
     vocabulary = getattr(text, "vocab_size", None) or 100
     longest = max([LONG, *(size + 40 for size in windows_of(stock.config).values() if size <= 512)])
@@ -148,7 +144,7 @@ def _english(tokenizer: Any, length: int) -> list[list[int]]:
 
 
 def parts_of(config: PretrainedConfig, path: str = "") -> Iterator[tuple[str, PretrainedConfig]]:
-    """A config and those inside of it, by their paths."""
+    """Yield a config and its sub-configs, with their paths."""
     yield path, config
     for name, value in vars(config).items():
         if isinstance(value, PretrainedConfig):
@@ -156,7 +152,7 @@ def parts_of(config: PretrainedConfig, path: str = "") -> Iterator[tuple[str, Pr
 
 
 def windows_of(config: PretrainedConfig) -> dict[str, int]:
-    """How far back tokens see, in the layers of a model that don't see all: by the name in the config."""
+    """Return the sizes of windows, beyond which tokens of some layers don't attend, by name in the config."""
     return {
         f"{path}{name}": value
         for path, part in parts_of(config)
@@ -167,43 +163,46 @@ def windows_of(config: PretrainedConfig) -> dict[str, int]:
     }
 
 
-#: Compared otherwise: caches in steps and chunks, masks as padding.
+#: Compared by other runs: caches in steps and chunks, masks as padding.
 _LEFT_OUT = {"cache", "past_key_values", "cache_params", "encoder_outputs", "input_ids", "args"}
-#: Taken by some attention kernels only.
+#: Accepted by some attention kernels only.
 _OF_KERNELS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "is_causal", "seq_idx"}
-#: Not tried again beside labels.
+#: Not repeated beside labels.
 _WITHOUT_LABELS = {"logits_to_keep", "position_ids", "inputs_embeds", "labels", "return_dict"}
 
 
 def reactions(pair: Pair, base: Pass) -> Iterator[Reference]:
-    """The runs with one more argument to which stock gives something else, or that give the loss for labels.
+    """Yield the runs with one more argument that change the outputs of the stock model.
 
-    Where there is a loss, each argument is tried beside labels as well: some say how it is computed.
+    Where labels give a loss, each argument is tried beside labels too: some say how the loss is computed.
     """
-    waiting = [(plain, "") for plain in pair.references([base])]  # with the outputs of which one has to react
-    for plain, output in waiting:
+    bases = [(plain, "") for plain in pair.references([base])]  # and the name of outputs that have to change
+    for plain, output in bases:
 
-        def of_it(values: dict[str, torch.Tensor], output: str = output) -> dict[str, torch.Tensor]:
-            return {name: each for name, each in values.items() if output in name and not name.endswith(AFTER)}
+        def compared(results: dict[str, torch.Tensor], output: str = output) -> dict[str, torch.Tensor]:
+            return {name: value for name, value in results.items() if output in name and not name.endswith(AFTER)}
 
         for name, annotation in _names(pair.stock, _WITHOUT_LABELS if output else ()):
-            given = dict(plain.run.arguments)
-            values = _values(pair.stock, given, name, annotation)
+            arguments = dict(plain.run.arguments)
+            values = _values(pair.stock, arguments, name, annotation)
             if name == "inputs_embeds":
-                given.pop("input_ids", None)  # in the place of which it is
+                arguments.pop("input_ids", None)
             for text, value in values.items():
-                run = Pass("forward", given | {name: value}, base.path, f"{plain.run.name}, {name}: {text}")
-                found = list(pair.references([run]))
-                found = [one for one in found if differences(of_it(one.expected), of_it(plain.expected)).absolute]
-                yield from found
-                if "labels" in given | {name: value} and not output and len(waiting) == 1:
-                    waiting += [(one, "loss") for one in found]
-                if found and name not in _ALL:
+                run = Pass("forward", arguments | {name: value}, base.path, f"{plain.run.name}, {name}: {text}")
+                changed = [
+                    reference
+                    for reference in pair.references([run])
+                    if differences(compared(reference.expected), compared(plain.expected)).absolute
+                ]
+                yield from changed
+                if "labels" in run.arguments and not output and len(bases) == 1:
+                    bases += [(reference, "loss") for reference in changed]
+                if changed and name not in _ALL:
                     break
 
 
 def recording(stock: nn.Module, base: Pass) -> Iterator[Pass]:
-    """A run with each argument that has something recorded, then with all of them."""
+    """Yield a run with each argument such as `output_attentions`, then with all of them."""
     names = [name for name, kind in _names(stock) if name.startswith("output_") and "bool" in kind]
     for some in [*([name] for name in names), names] if len(names) > 1 else [names]:
         title = f"{base.name} with {', '.join(some)}"
@@ -211,50 +210,51 @@ def recording(stock: nn.Module, base: Pass) -> Iterator[Pass]:
 
 
 def _names(stock: nn.Module, left_out: Container[str] = ()) -> list[tuple[str, str]]:
-    """The arguments by name, with the texts of their types; those of all models where `forward` takes any keyword."""
-    found: dict[str, str] = {"return_dict": "bool"}
+    """Return the names of arguments with their annotations, common ones too where `forward` has `**kwargs`."""
+    kinds: dict[str, str] = {"return_dict": "bool"}
     for name, parameter in parameters_of(stock).items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            of_all = {key: str(kind) for key, kind in TransformersKwargs.__annotations__.items()}
-            others = of_all | {"shift_labels": "torch.LongTensor"}
-            found = {key: kind for key, kind in others.items() if key not in _OF_KERNELS} | found
+            common = {key: str(kind) for key, kind in TransformersKwargs.__annotations__.items()}
+            common["shift_labels"] = "torch.LongTensor"
+            kinds = {key: kind for key, kind in common.items() if key not in _OF_KERNELS} | kinds
         elif name not in _LEFT_OUT:
-            found[name] = str(parameter.annotation)
-    return [(name, kind) for name, kind in found.items() if name not in left_out]
+            kinds[name] = str(parameter.annotation)
+    return [(name, kind) for name, kind in kinds.items() if name not in left_out]
 
 
-def _values(stock: Any, given: dict[str, Any], name: str, annotation: str) -> dict[str, Any]:
-    """Values for an argument: by its name where that says what it means, else by its type."""
-    ids = given.get("input_ids")
-    leading = next((value for value in given.values() if isinstance(value, torch.Tensor) and value.dim()), None)
-    if (name in given and name != "use_cache") or leading is None or (name == "attention_mask" and ids is not None):
+def _values(stock: Any, arguments: dict[str, Any], name: str, annotation: str) -> dict[str, Any]:
+    """Return values for one more argument: by its name if that has a known meaning, else by its annotation."""
+    ids = arguments.get("input_ids")
+    first = next((value for value in arguments.values() if isinstance(value, torch.Tensor) and value.dim()), None)
+    is_set = name in arguments and name != "use_cache"
+    if is_set or first is None or (name == "attention_mask" and ids is not None):
         return {}
-    found: dict[str, Any] = {"True": True, "False": False} if "bool" in annotation else {}
-    found |= {"1": 1, "3": 3} if "int" in annotation else {}
-    found |= {"0.5": 0.5} if "float" in annotation else {}
+    values: dict[str, Any] = {"True": True, "False": False} if "bool" in annotation else {}
+    values |= {"1": 1, "3": 3} if "int" in annotation else {}
+    values |= {"0.5": 0.5} if "float" in annotation else {}
     if "Tensor" not in annotation and "_empty" not in annotation:
-        return found
+        return values
     if name == "inputs_embeds" and ids is not None:
         with suppress(Exception), torch.no_grad():
-            found["those of other tokens"] = stock.get_input_embeddings()(ids.flip(-1)) * 1.5
+            values["those of other tokens"] = stock.get_input_embeddings()(ids.flip(-1)) * 1.5
     if name in _BY_NAME and ids is not None:
-        found |= _BY_NAME[name](ids)
+        values |= _BY_NAME[name](ids)
     if name in (*_BY_NAME, "inputs_embeds"):
-        return found
-    # By the type alone: numbers of every usual shape. Stock refuses what doesn't fit.
+        return values
+    # By the annotation alone: tensors of every usual shape. The model refuses unsuitable ones.
     generator = torch.Generator().manual_seed(1)
-    rows, length = leading.shape[0], leading.shape[1] if leading.dim() > 1 else 1
+    rows, length = first.shape[0], first.shape[1] if first.dim() > 1 else 1
     width = getattr(stock.config.get_text_config(), "hidden_size", None) or 1
     for shape in ((rows, length), (rows,), (rows, length, width), (1, length), (rows, 1)):
         size = torch.Size(shape)
         if "Float" not in annotation and len(shape) < 3:
-            found[f"ones and zeros of {list(shape)}"] = ((torch.arange(size.numel()) // 2 + 1) % 2).reshape(size)
+            values[f"ones and zeros of {list(shape)}"] = ((torch.arange(size.numel()) // 2 + 1) % 2).reshape(size)
         if not any(kind in annotation for kind in ("Long", "Int", "Bool")):
-            found[f"numbers of {list(shape)}"] = torch.randn(size, generator=generator)
-    return found
+            values[f"numbers of {list(shape)}"] = torch.randn(size, generator=generator)
+    return values
 
 
-def _later_positions(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+def _positions(ids: torch.Tensor) -> dict[str, torch.Tensor]:
     rows, length = ids.shape
     plain, half = torch.arange(length).expand(rows, length), length // 2
     return {
@@ -270,17 +270,17 @@ def _labels(ids: torch.Tensor) -> dict[str, torch.Tensor]:
     ignored[:, ids.shape[1] // 2] = -100  # not the first, which no causal model predicts
     classes = (torch.arange(ids.numel()).view_as(ids) % 2).long()
     return {
-        "the ids, of which some don't count": ignored,
+        "the ids, some ignored": ignored,
         "a class a token": classes,
         "a class a row": classes[:, 0],
         "a number a row": classes[:, 0].float(),
     }
 
 
-#: What values mean by the name of the argument: made of the ids; and the arguments of which every value is compared,
-#: not the first that stock reacts to alone.
+#: Values of arguments whose names have a known meaning, from the ids; and the arguments of which all values are
+#: compared, not only the first that changes the outputs.
 _BY_NAME: dict[str, Callable[[torch.Tensor], dict[str, torch.Tensor]]] = {
-    "position_ids": _later_positions,
+    "position_ids": _positions,
     "labels": _labels,
     "next_sentence_label": lambda ids: {text: value for text, value in _labels(ids).items() if value.dim() == 1},
     "shift_labels": lambda ids: {"the ids before": ids.roll(1, -1)},

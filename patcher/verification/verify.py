@@ -1,4 +1,4 @@
-"""Is the patched model the stock model? `patcher.verify(model, patcher)`."""
+"""`patcher.verify` and `patcher.compare`, and their result."""
 
 from __future__ import annotations
 
@@ -25,50 +25,50 @@ from patcher.verification.checks import TOLERANCES, Run, stages_of
 from patcher.verification.comparing import Stage
 from patcher.verification.layers import LayerErrors
 from patcher.verification.members import Guilty, guilty_of
-from patcher.verification.progress import under_way
+from patcher.verification.progress import isolated
 from patcher.verification.sides import Side, side_of
 
-#: What `Verification.rows` has.
+#: The columns of `Verification.rows`.
 HEADS = ("stage", "", "measured", "allowed", "seconds", "")
 
 
 class Judged(Displayable):
-    """What has passed or failed."""
+    """A result that passes or fails."""
 
     _also = ("passed", "failures")
 
-    def _wrong(self) -> str:
-        """All that is wrong, "" if nothing is."""
+    def _error(self) -> str:
+        """The text of all failures, "" if there is none."""
         raise NotImplementedError
 
     def raise_on_failure(self) -> None:
-        """Raise if something is wrong.
+        """Raise if there are failures.
 
         Raises:
-            VerificationError: with all that is.
+            VerificationError: with all of them.
         """
-        if text := self._wrong():
+        if text := self._error():
             raise VerificationError(text)
 
     def _verdict(self) -> Cell:
-        return Cell("FAILED", "bad") if self._wrong() else Cell("PASSED", "good")
+        return Cell("FAILED", "bad") if self._error() else Cell("PASSED", "good")
 
 
 @dataclass(frozen=True)
 class Verification(Judged):
-    """What `patcher.verify` found, or `patcher.compare`.
+    """The result of `patcher.verify` or `patcher.compare`.
 
     Attributes:
         model: the class of the model.
-        checkpoint: where the weights came from.
+        checkpoint: the source of the weights.
         patcher: the patcher.
-        dtype: what was computed in.
-        replaced: how many modules were replaced or fused.
-        calling: how many modules call replaced functions.
-        floor: the largest difference of stock against stock, eager attention against sdpa; None where it has one only.
-        stages: what was checked, in this order.
+        dtype: the dtype of the computation.
+        replaced: the number of replaced and fused modules.
+        calling: the number of modules that call replaced functions.
+        floor: the largest difference of eager attention and sdpa on stock, None if it doesn't have both.
+        stages: the stages, in their order.
         seconds: the time that it took.
-        guilty: the member of the patcher that is wrong, where it is a single one.
+        guilty: the member of the patcher that causes the failure, if it is a single one.
     """
 
     model: str
@@ -84,7 +84,7 @@ class Verification(Judged):
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether all stages passed."""
         return bool(self.stages) and all(stage.passed for stage in self.stages)
 
     def __bool__(self) -> bool:
@@ -92,21 +92,21 @@ class Verification(Judged):
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """What is wrong, one text for each stage that failed; the module where it begins is named once."""
+        """A text for each failed stage; the module where an error begins is named once."""
         return tuple(f"{name}: {message}" for name, message in self._messages.items())
 
     @property
     def _messages(self) -> dict[str, str]:
-        found: dict[str, str] = {}
+        messages: dict[str, str] = {}
         named: set[str] = set()
         for stage in self.stages:
             if not stage.passed:
                 what, _, where = stage.message.partition("it begins in ")
-                found[stage.name] = f"{what}it begins there too" if where and where in named else stage.message
+                messages[stage.name] = f"{what}it begins there too" if where and where in named else stage.message
                 named.add(where)
-        return found
+        return messages
 
-    def _wrong(self) -> str:
+    def _error(self) -> str:
         cause = f"\nThe cause is {self.guilty}." if self.guilty else ""
         text = f"{self.model} under {self.patcher} differs from stock:\n  " + "\n  ".join(self.failures) + cause
         return "" if self.passed else text
@@ -119,11 +119,11 @@ class Verification(Judged):
         return f"{self.model}: {modules}, {verdict} ({self.dtype}, {self.checkpoint}, {self.seconds:.1f} s)"
 
     def figures(self, stage: str) -> dict[str, float]:
-        """What a stage has measured, by name; empty where it wasn't run, or not checked."""
-        return next((dict(each.figures) for each in self.stages if each.name == stage and each.checked), {})
+        """Return the figures of a stage by name, {} if it wasn't run or checked."""
+        return next((dict(item.figures) for item in self.stages if item.name == stage and item.checked), {})
 
     def rows(self) -> Iterator[tuple[str | Cell, ...]]:
-        """The stages as rows of a table."""
+        """Yield the stages as rows of a table."""
         for stage in self.stages:
             figures = ", ".join(f"{name} {value:.3g}" for name, value in stage.figures)
             limit = "" if stage.tolerance in (None, math.inf) else f"{stage.tolerance:.1e}"
@@ -135,25 +135,25 @@ class Verification(Judged):
     def _parts(self) -> Iterator[Part]:
         yield Table("Stages", HEADS, list(self.rows()))
         yield Notes("Cause", [str(self.guilty)] if self.guilty else [], "bad")
-        by_layer = sorted((stage for stage in self.stages if stage.layers), key=lambda stage: stage.passed)
-        for layers in [stage.layers for stage in by_layer if stage.layers][:1]:  # of the first that failed, if one has
-            yield _chart(layers)
+        with_layers = sorted((stage for stage in self.stages if stage.layers), key=lambda stage: stage.passed)
+        for stage in with_layers[:1]:  # the first that failed, if one did
+            assert stage.layers is not None
+            yield _chart(stage.layers)
 
 
 def _chart(layers: LayerErrors) -> Chart:
     bars: list[Bar] = []
     layer = ""
-    holds = [path for path, _ in layers.errors if f"{layers.begins}.".startswith(inside(path))]
+    around = [path for path, _ in layers.errors if f"{layers.begins}.".startswith(inside(path))]
     for path, error in layers.errors:
         is_inside = bool(layer) and path.startswith(inside(layer))
         layer = layer if is_inside else path
-        note = "it begins here" if holds and path == max(holds, key=len) else ""
+        note = "it begins here" if around and path == max(around, key=len) else ""
         if note and layers.begins != path:
             note += f", in {str(layers.begins).removeprefix(inside(path))}"
         bars.append(Bar(path.removeprefix(inside(layer)) or "(the model)", error, is_inside, note))
-    return Chart(
-        f"How far the output of each layer is from stock's, relative, on {layers.inputs}", bars, layers.allowed
-    )
+    title = f"How far the output of each layer is from stock's, relative, on {layers.inputs}"
+    return Chart(title, bars, layers.allowed)
 
 
 def verify(
@@ -168,7 +168,7 @@ def verify(
     progress: bool | None = None,
     **options: Any,
 ) -> Verification:
-    """Load a model stock and patched, and compare what they compute, what they learn and what they save.
+    """Load a model stock and patched, and compare their outputs, their gradients and the files that they save.
 
     >>> import tempfile, patcher
     >>> from patcher import Patcher
@@ -180,65 +180,63 @@ def verify(
     >>> verification.passed, [stage.name for stage in verification.stages]
     (True, ['load', 'outputs', 'arguments', 'recorded', 'windows', 'precision', 'generation', 'gradients',
     'training', 'save', 'reload'])
-    >>> verification.raise_on_failure()  # and print(verification) shows what was measured
+    >>> verification.raise_on_failure()  # print(verification) shows all figures
 
-    Both run on the same inputs: rows of English by the model's own tokenizer (random ids where it has none), images
-    and sounds by its processor (in the shapes of the config where it has none). The stages:
+    Both run on the same inputs: rows of English by the tokenizer of the model (random ids without one), images and
+    sounds by its processor (in the shapes of the config without one). The stages:
 
     - `outputs`: lengths of 1 to 200 tokens and past a window of up to 512, batches of 1 to 17 rows, padding on both
-      sides and in the middle, given positions, a cache token by token and in chunks, calls after one another; the
-      arguments are as they were afterwards, and every replaced module is reached.
-    - `arguments`: every argument of `forward` that stock reacts to, `labels` and `logits_to_keep` for two.
-    - `recorded`: under eager attention, with all that can be recorded: attentions, hidden states, ...
-    - `windows`: windows of more than 16 tokens, made that short, so that texts and caches are past them.
+      sides and in the middle, explicit positions, a cache token by token and in chunks, repeated calls. Arguments must
+      not change, and every replaced module must be reached.
+    - `arguments`: every argument of `forward` that changes stock's outputs, such as `labels` and `logits_to_keep`.
+    - `recorded`: under eager attention, with attentions, hidden states and all else that can be recorded.
+    - `windows`: windows of more than 16 tokens, shortened to 16, so that texts and caches exceed them.
     - `precision`: each replaced module alone in half precision, on inputs of the usual size and scaled up, beside
       a float64 computation: its error is at most 2.5 times that of stock, or 1.2 times where it does an operation
       in half precision for which stock upcasts.
     - `generation`: greedy, of a padded batch. `gradients`: in the original layout, with ten times the tolerance.
-    - `training`: outputs and gradients in training mode, without dropout; then each dropout alone. Where the same seed
-      doesn't give the same, mean, variance, and what rows share are those of stock over 48 draws, within six standard
-      errors: a patch may draw in another order.
-    - `save`: byte for byte what stock saves, but for declared `new_weights`; `reload`: by stock.
+    - `training`: outputs and gradients in training mode, without dropout, then with each dropout alone. A patch may
+      draw random numbers in another order; then mean, variance and what rows share over 48 draws must be those of
+      stock, within six standard errors.
+    - `save`: byte for byte what stock saves, except declared `new_weights`. `reload`: the saved files, by stock.
 
-    Of layers that are alike in class, shapes and settings most is run on the first two, the middle and the last; two
-    texts, a prompt in chunks, generation, training with its gradients and what is saved go through all of them, and
-    what is wrong on a few is looked at on all, which decides. Where `outputs` fails, the stages that compute the same
-    in another way aren't checked. After a failure `guilty` is the member of the patcher (a key, a fusion, a
-    conversion) that fails alone, or without which the others pass.
+    Most runs use the first two, the middle and the last of layers with equal classes, shapes and settings; two texts,
+    a prompt in chunks, generation, training and saves use all, and decide where a run with a few layers differs. If
+    `outputs` fails, the stages that compute the same in another way aren't checked. After a failure, `guilty` is the
+    member of the patcher (a key, a fusion, a conversion) that fails alone, or without which the others pass.
 
-    Tolerances are relative to the magnitude of stock's outputs. In float32 1e-5, about a hundred roundings (6e-8
-    each), and a hundredth of what the smallest of real mistakes makes; in bfloat16 3e-2 and in float16 4e-3, a few
-    roundings of a layer's result. Or, if that is more, twice the difference that stock has with itself, between its
-    eager attention and sdpa.
+    Tolerances are relative to the magnitude of stock's outputs: in float32 1e-5, about a hundred roundings (6e-8
+    each) and a hundredth of the effect of the smallest real mistakes; in bfloat16 3e-2 and in float16 4e-3, a few
+    roundings of a layer's result; or twice the difference of stock's eager attention and sdpa, if that is larger.
 
-    A model of fewer than 268 million parameters is computed by one thread, others by no more than there are
-    processors. Threads, random states, default dtype, gradient mode and the verbosity of transformers are what they
-    were when it returns or raises, and what it finds doesn't depend on them.
+    A model of fewer than 268 million parameters uses one thread, others no more than there are processors. Threads,
+    random states, default dtype, gradient mode and the verbosity of transformers are restored at the end, and don't
+    affect the result.
 
     Args:
-        model: a repo id, a folder, or a config: then a small random checkpoint of it is made, so give a small config.
-        patcher: what to verify.
-        model_class: the class of model, or an Auto class; by default what the config names.
-        stages: the names of those to run, by default all; `load` always is.
-        quick: run `outputs` on a short row, a padded batch and a prompt in chunks, and in place of `save` the stage
-            `weights`, which compares what would be saved without a file: a tenth of the time, for what is wrong
-            everywhere (a weight, a layer, the order in which weights are joined).
-        dtype: what to compute in.
+        model: a repo id, a folder, or a small config, for which a checkpoint of random weights is saved.
+        patcher: the patcher to verify.
+        model_class: the class of the model, or an Auto class; by default the one that the config names.
+        stages: the names of the stages to run, by default all; `load` always runs.
+        quick: run `outputs` on a short row, a padded batch and a prompt in chunks, and `weights` instead of `save`,
+            which compares without writing files. It takes a tenth of the time, and finds what is wrong everywhere: a
+            weight, a layer, the order in which weights are joined.
+        dtype: the dtype of the computation.
         seed: of random ids and weights.
-        progress: show the stages as they go, and what is left; by default where stderr is a terminal, or in a
-            notebook, and transformers' progress bars are on.
+        progress: show a bar with the stages; by default on a terminal or in a notebook, if transformers' progress bars
+            are enabled.
         options: more keyword arguments of `from_pretrained`.
 
     Raises:
-        InvalidPatcherError: no patcher, no model that could be verified, or no such stage.
+        InvalidPatcherError: not a patcher, not a model that can be verified, or an unknown stage.
     """
     if not isinstance(patcher, Patcher):
         raise not_a_patcher("verify(model, {})", patcher)
     names = _checked(dtype, stages, quick)
-    with under_way("verifying", seed, names, progress) as (scratch, step):
+    with isolated("verifying", seed, names, progress) as (scratch, step):
         stock = side_of(model, options, scratch, seed, model_class)
         run = Run(stock, replace(stock, patcher=patcher), dtype, seed, scratch, step, quick)
-        return _found(run, names, repr(patcher))
+        return _verification(run, names, repr(patcher))
 
 
 def compare(
@@ -253,7 +251,7 @@ def compare(
     progress: bool | None = None,
     **options: Any,
 ) -> Verification:
-    """Compare any two models as `verify` compares stock and patched: what they compute, learn and save.
+    """Compare any two models as `verify` compares stock and patched.
 
     >>> import patcher
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -264,35 +262,34 @@ def compare(
     >>> patcher.compare(model, other, quick=True).failures[0].partition(";")[0]  # doctest: +ELLIPSIS
     'outputs: on a short row they differ by ...
 
-    Models in memory stay as they are; stages that need them in another type, or under another config, aren't checked.
+    Models in memory aren't changed; stages that need them in another dtype, or under another config, aren't checked.
 
     Args:
-        first: a model, a repo id or a folder: what failures call stock.
-        second: another one, which is to be the same.
-        stages: those to run, as in `verify`.
+        first: a model, a repo id or a folder, called stock in failures.
+        second: the one to compare with it.
+        stages: the stages to run, as in `verify`.
         quick: run less, as in `verify`.
-        tolerance: how far outputs may be apart, relative to the magnitude of the first one's, in place of that of
-            `verify`: 0 for the same to the bit.
-        dtype: what to compute in; by default that of a model in memory, else float32.
+        tolerance: the tolerance of outputs, relative to the magnitude of the first one's, instead of that of `verify`;
+            0 for bitwise equality.
+        dtype: the dtype of the computation; by default that of a model in memory, else float32.
         seed: of random ids.
-        progress: show the stages as they go, as in `verify`.
-        options: keyword arguments of `from_pretrained` for both, `trust_remote_code=True` for one.
+        progress: show a bar with the stages, as in `verify`.
+        options: keyword arguments of `from_pretrained` for both, such as `trust_remote_code=True`.
 
     Raises:
-        InvalidPatcherError: something that is neither a model nor the place of one.
+        InvalidPatcherError: neither a model nor a repo id or folder.
     """
-    theirs, mine = (_side(each, options) for each in (first, second))
+    theirs, mine = (_side(model, options) for model in (first, second))
     models = [side.model for side in (theirs, mine) if side.model is not None]
     dtype = dtype or (models[0].dtype if models else torch.float32)
     names = _checked(dtype, stages, quick)
-    with under_way("comparing", seed, names, progress) as (scratch, step), _kept(models):
-        return _found(
-            Run(theirs, mine, dtype, seed, scratch, step, quick, tolerance), names, f"the model {mine.place}"
-        )
+    with isolated("comparing", seed, names, progress) as (scratch, step), _restored(models):
+        run = Run(theirs, mine, dtype, seed, scratch, step, quick, tolerance)
+        return _verification(run, names, f"the model {mine.place}")
 
 
-def _found(run: Run, names: Iterable[str], patcher: str) -> Verification:
-    """What these stages of a run find, and which member of the patcher is wrong."""
+def _verification(run: Run, names: Iterable[str], patcher: str) -> Verification:
+    """Run the stages, and look for the member of the patcher that causes a failure."""
     started = time.perf_counter()
     stages = tuple(run.stages(names))
     guilty = None
@@ -336,8 +333,8 @@ def _checked(dtype: torch.dtype, stages: Iterable[str] | None, quick: bool) -> t
 
 
 @contextmanager
-def _kept(models: Iterable[PreTrainedModel]) -> Iterator[None]:
-    """Afterwards models of the caller are in the mode in which they were, and have the gradients that they had."""
+def _restored(models: Iterable[PreTrainedModel]) -> Iterator[None]:
+    """Restore the modes and the gradients of the caller's models at the end."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     gradients = [(parameter, parameter.grad) for model in models for parameter in model.parameters()]
     try:

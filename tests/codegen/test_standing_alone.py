@@ -224,8 +224,11 @@ def test_names_that_belong_to_the_whole_model_are_read_and_written(imported: Any
 )
 def test_what_conversions_by_name_would_get_wrong_is_refused(name: str, fusion: str, message: str) -> None:
     cls: Any = getattr(transformers, name)
+    config: Any = next(small_configs(cls.config_class))
+    if hasattr(config, "q_lora_rank"):
+        config.q_lora_rank = None  # since 5.24 Bailing's attention has no q_proj otherwise
     with pytest.raises(CodegenError, match=message):
-        PatchConfig.from_patcher(Patcher(fusions=[fusion]), cls, config=next(small_configs(cls.config_class)))
+        PatchConfig.from_patcher(Patcher(fusions=[fusion]), cls, config=config)
 
 
 def test_a_base_model_is_saved_under_the_name_of_the_original(imported: Any, tmp_path: Path) -> None:

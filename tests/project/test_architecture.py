@@ -82,6 +82,7 @@ OTHERS_OWN = {
     "_python_dispatch": "torch: the module of TorchDispatchMode",
     "_getframe": "sys: see FRAMES",
     "_asdict": "named tuples",
+    "_replace": "named tuples",
     "_apply_gate": "transformers: declared by classes of experts, a user's own too",
     "_hf_hook": "accelerate: what moves the inputs of a module to the device of its weights",
     "_initializing": "importlib: whether a module is still being executed",

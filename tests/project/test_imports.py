@@ -162,6 +162,7 @@ def test_private_names_of_a_library_are_seen(source: str, found: str) -> None:
             "class C:\n    def f(self):\n        object.__setattr__(self, '_ours', 1)\ndef f(c):\n    return c._ours",
             "",
         ),
+        ("def _theirs():\n    pass\ndef f(m):\n    return m._theirs", "p.a:4 uses _theirs"),  # a namesake
         ("class C:\n    _ours: int\ndef f(c):\n    return c._ours + c.__class__ + c.theirs", ""),
         ("def f(module):\n    return module._modules", ""),  # known
     ],

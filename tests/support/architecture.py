@@ -120,8 +120,7 @@ def _text(node: ast.expr) -> str:
 def private_attributes(modules: Modules, known: Collection[str]) -> list[str]:
     """Underscore names read from or written to objects that no class of the package gives them: somebody else's.
 
-    Syntax doesn't tell whose an object is. So a name counts as ours if the package binds it anywhere: in a class, at
-    the top of a module, or on `self`.
+    Syntax doesn't tell whose an object is. So a name counts as ours if the package binds it in any class or on `self`.
     """
     ours = {name for module in modules.values() for name in _bound(module.tree)} | set(known)
     found = []
@@ -135,10 +134,10 @@ def private_attributes(modules: Modules, known: Collection[str]) -> list[str]:
 
 def _bound(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
+        if isinstance(node, ast.ClassDef):
+            yield from (inner.name for inner in node.body if isinstance(inner, ast.FunctionDef))
+            names = (inner for statement in node.body for inner in ast.walk(statement) if isinstance(inner, ast.Name))
+            yield from (inner.id for inner in names if isinstance(inner.ctx, ast.Store))
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
             yield node.attr
         elif isinstance(node, ast.Call) and dotted(node.func) == "object.__setattr__" and _is_self(node.args[0]):
