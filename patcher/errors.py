@@ -120,7 +120,7 @@ class PatchedWeightsError(PatcherError):
     Traceback (most recent call last):
         ...
     patcher.errors.PatchedWeightsError: The replaced modules and the checkpoint don't fit together.
-    Not in the checkpoint, so these would keep what __init__ gave them:
+    Not in the checkpoint, so these would keep their initial values:
       norm.bias
     If a conversion is missing, add it: ...
     If they are meant to be new, add to the Patcher: new_weights=[...]

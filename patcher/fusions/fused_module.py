@@ -29,8 +29,7 @@ from patcher.fusions.families import fusion_named, is_builtin, name_or_fusion
 from patcher.fusions.lookups import member
 from patcher.fusions.methods import is_importable
 from patcher.fusions.old_names import Moved, OldNames
-from patcher.layouts.carried import RECIPE, ModuleLayouts, reduce_by_recipe
-from patcher.layouts.either_layout import carry
+from patcher.layouts.carried import RECIPE, ModuleLayouts, carry, reduce_by_recipe
 from patcher.layouts.layouts import Layout, Rows, is_alone
 
 if TYPE_CHECKING:

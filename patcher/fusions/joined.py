@@ -14,7 +14,7 @@ from patcher.errors import PatchConflictError
 from patcher.fusions.base import more_than_a_weight_and_bias
 from patcher.fusions.fused_module import FusedModule
 from patcher.fusions.old_names import ADVICE, SINGLE_REFERENCE, count_references, more_than_values, view_of
-from patcher.layouts.carried import fused_weights
+from patcher.layouts.carried import fused_layouts
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def part_property(joined: Joined, index: int) -> property:
         module = self._modules.get(name)
         if module is None:
             return ProjectionView(self, joined, index)
-        if fused_weights(self) is None:  # while the original's `__init__` runs
+        if fused_layouts(self) is None:  # while the original's `__init__` runs
             return module
         raise ProjectionView(self, joined, index)._cannot(
             f"a {type(module).__qualname__} that was put into _modules is not run, only module.{name} = layer is seen"

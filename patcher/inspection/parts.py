@@ -109,7 +109,7 @@ def fields_of_record(
     weights = list(problems)
     for route in routes:
         if route.text:
-            is_stock = isinstance(route.layout, Converted) and not route.by
+            is_stock = isinstance(route.layout, Converted) and not route.added
             weights.append(Weights("kept" if is_stock else "converted", route.keys, route.parameters, route.text))
     weights += [Weights("new", (), (name,)) for name in record.new_weights]
     weights += [Weights("dropped", (key,)) for key in record.dropped_weights]

@@ -24,7 +24,7 @@ from patcher.inspection.signatures import misfits
 from patcher.inspection.unseen import Unseen, unseen
 from patcher.integrations import install
 from patcher.layouts.transforms import describe
-from patcher.loading.findings import Diagnostics, ordered
+from patcher.loading.findings import Diagnostics, sort_names
 from patcher.loading.hooks.loads import dry_run
 from patcher.loading.layout_on_disk import fusions_of_layout
 from patcher.loading.load import Constructed, DryRun, Loaded, Selected
@@ -126,7 +126,7 @@ def plan(
     >>> print(patcher.plan(config, Patcher({"LlamaMPL": torch.nn.Identity})).problems[0])
     These parts of the patcher have no effect in LlamaForCausalLM:
       class_mapping: no class of the model matches 'LlamaMPL'; nearest: LlamaMLP, LlamaModel, LlamaRMSNorm
-    Correct it or take it out; with strict=False this is a warning.
+    Correct or remove them; with strict=False this is a warning.
 
     The load itself is run on the meta device up to the read; the rest is decided by names and shapes. From a repo on
     the hub, only the config and the headers of the safetensors files are fetched. With an index as `checkpoint=`, the
@@ -182,10 +182,10 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
         record = replace(record, dropped=load.conversions.dropped)
     routing = load.routing if isinstance(load, Loaded) else Routing()
     info = load.info if isinstance(load, Loaded) else routing
-    missing, left_over = ordered(info.missing_keys), ordered(info.unexpected_keys)
+    missing, left_over = sort_names(info.missing_keys), sort_names(info.unexpected_keys)
     mismatched = [(name, str(tuple(shape)), str(tuple(own))) for name, shape, own in sorted(info.mismatched_keys)]
-    unfit = [Weights("missing", (), (name,)) for name in ordered({*missing} - {*record.new_weights})]
-    unfit += [Weights("left over", (key,)) for key in ordered({*left_over} - {*record.dropped_weights})]
+    unfit = [Weights("missing", (), (name,)) for name in sort_names({*missing} - {*record.new_weights})]
+    unfit += [Weights("left over", (key,)) for key in sort_names({*left_over} - {*record.dropped_weights})]
     unfit += [Weights("wrong shape", (), (name,), f"{shape}, not {expected}") for name, shape, expected in mismatched]
     wrong_calls = misfits(built, record.replaced, built=isinstance(load, Constructed))
     problems = [str(raised) for raised in (*diagnostics.errors, error) if raised is not None]
@@ -196,7 +196,7 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
     ]
     keys_of: dict[str, list[str]] = {}
     for route in routing.routes:
-        for text in {*(describe(conversion.transform) for conversion in route.by), route.text}:
+        for text in {*(describe(conversion.transform) for conversion in route.added), route.text}:
             keys_of.setdefault(text, []).extend(route.keys)
     added = added_conversions(record)
     weights = alike_as_one(Weights("", route.keys, route.parameters, route.text) for route in routing.routes)

@@ -94,7 +94,7 @@ def report(model: PreTrainedModel) -> Report:
         return Report(type(model).__name__)
     parameters = Counter[str]()
     for route in record.routes:
-        for text in {describe(conversion.transform) for conversion in route.by}:
+        for text in {describe(conversion.transform) for conversion in route.added}:
             parameters[text] += len(route.parameters)
     kept = used_conversions(model) if record.read and isinstance(model, PreTrainedModel) else ()
     fired = [*parameters.items(), *((describe(transform), 0) for transform in kept)]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
-from patcher.loading.findings import folded
+from patcher.loading.findings import fold_names
 from patcher.loading.record import PatchRecord
 from patcher.loading.routes import Route
 
@@ -33,14 +33,14 @@ def unseen(
     for route in routes:
         names = route.parameters
         ancestors = (path for name in names for path in ("", *accumulate(name.split("."), "{}.{}".format)))
-        if not route.by and replaced.isdisjoint(ancestors):
+        if not route.added and replaced.isdisjoint(ancestors):
             continue
         if _have_equal_shapes(route.keys, tensors) or _have_equal_shapes(names, parameters):
             ambiguous[_ORDER] += names
         shapes = ((name, tuple(parameters[name].shape)) for name in names if name in parameters)
         square = (name for name, shape in shapes if len(shape) in (2, 3) and shape[-1] == shape[-2] > 1)
         ambiguous[_TRANSPOSED] += square  # matrices, or stacks of matrices
-    return tuple((what, tuple(folded(names))) for what, names in ambiguous.items() if names)
+    return tuple((what, tuple(fold_names(names))) for what, names in ambiguous.items() if names)
 
 
 def _have_equal_shapes(names: tuple[str, ...], tensors: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from patcher.compat.seams import Stock, seam, seams_in
 from patcher.errors import InvalidPatcherError
 from patcher.loading.integration import Integration, register
 from patcher.loading.load import Constructed
-from patcher.loading.stock_view import carriers_in, check_no_part_is_named, parts_of
+from patcher.loading.state_dicts import carriers_in, check_no_part_named, parts_of
 from patcher.patterns import compress, inside
 
 
@@ -53,7 +53,7 @@ def check_device_map(load: Constructed) -> None:
     known = {path for path, _ in named_modules(load.model)} | {*state_tensors(load.model)}
     if unknown := device_map.keys() - known - {name for name, _ in load.model.named_buffers()}:
         parts, prefixes = parts_of(load), tuple(map(inside, unknown))
-        check_no_part_is_named("device_map", {name for name in parts if f"{name}.".startswith(prefixes)}, parts)
+        check_no_part_named("device_map", {name for name in parts if f"{name}.".startswith(prefixes)}, parts)
 
 
 register(Integration("accelerate", seams_in(__name__), on_constructed=check_device_map))

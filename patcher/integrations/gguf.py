@@ -8,7 +8,7 @@ from patcher.compat.seams import Stock, seam, seams_in
 from patcher.errors import InvalidPatcherError
 from patcher.loading.hooks.loads import current_load
 from patcher.loading.integration import Integration, register
-from patcher.loading.load import Constructed, brings_conversions
+from patcher.loading.load import Constructed, has_conversions
 from patcher.resolution.resolution import skeleton
 
 
@@ -23,7 +23,7 @@ def get_state_dict(stock: Stock, self: Any, checkpoint_file: Any, model: Any, *a
     if type(load) is Constructed:
         if not self.supported:  # `supported`: there are conversions for the architecture
             model = skeleton(load.record.model_class, model.config)
-        elif any(map(brings_conversions, load.in_force)):
+        elif any(map(has_conversions, load.in_force)):
             raise InvalidPatcherError(
                 f"A patcher with weight conversions is used with a GGUF file of {load.model_class.__name__}, which "
                 "transformers reads by conversions of its own; that is not supported. Load the model without the "

@@ -26,9 +26,9 @@ from patcher.compat.seams import Stock, seam, seams_in
 from patcher.errors import InvalidPatcherError
 from patcher.expressions import matches
 from patcher.layouts.carried import ModuleLayouts, carriers, fused_modules
+from patcher.loading.in_memory import ADAPTED, unfuse
 from patcher.loading.integration import Adapted, Integration, register
-from patcher.loading.state_dicts import listed_layers
-from patcher.loading.unfusing import ADAPTED, unfuse
+from patcher.loading.state_dicts import unstacked_layers
 from patcher.patterns import inside
 
 
@@ -170,7 +170,7 @@ def _names_experts(config: Any, model: nn.Module) -> bool:
         return False
     if _means_all_linear(config):  # fused modules will be un-fused
         fused = tuple(inside(path) for path, *_ in fused_modules(model))
-        return not all(layer.startswith(fused) for layer in listed_layers(model))
+        return not all(layer.startswith(fused) for layer in unstacked_layers(model))
     named = _named_experts(config, model)
     return bool(named) and (not config.inference_mode or any(_is_unambiguous(targets, layer) for layer in named))
 
@@ -178,7 +178,7 @@ def _names_experts(config: Any, model: nn.Module) -> bool:
 def _named_experts(config: Any, model: nn.Module) -> list[str]:
     from peft.tuners.tuners_utils import check_target_module_exists
 
-    return [layer for layer in sorted(listed_layers(model)) if check_target_module_exists(config, layer)]
+    return [layer for layer in sorted(unstacked_layers(model)) if check_target_module_exists(config, layer)]
 
 
 def _is_unambiguous(targets: Any, layer: str) -> bool:

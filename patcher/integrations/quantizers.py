@@ -11,7 +11,7 @@ from patcher.compat.models import named_modules
 from patcher.expressions import matches
 from patcher.loading.integration import Integration, register
 from patcher.loading.load import Selected
-from patcher.loading.stock_view import check_no_part_is_named, layer_name, parts_of
+from patcher.loading.state_dicts import check_no_part_named, layer_name, parts_of
 
 
 def check_names(load: Selected, quantizer: Any) -> None:
@@ -52,7 +52,7 @@ def check_names(load: Selected, quantizer: Any) -> None:
             continue
         if not all(keys - part_keys for keys in joined_keys):
             named += [name for name, keys in by_part.items() if keys]
-    check_no_part_is_named("quantization_config", named, parts)
+    check_no_part_named("quantization_config", named, parts)
 
 
 def names_setting(key: str, layer: str, parameter: str) -> bool:

@@ -21,8 +21,7 @@ from patcher.errors import PatchedWeightsError
 from patcher.loading.integration import Integration, register
 from patcher.loading.record import record_of
 from patcher.loading.saving import saved_state_dict
-from patcher.loading.state_dicts import patched_models
-from patcher.loading.stock_view import carriers_in, stock_view
+from patcher.loading.state_dicts import carriers_in, patched_models, stock_view
 from patcher.patterns import compress, inside
 from patcher.resolution.resolution import skeleton
 

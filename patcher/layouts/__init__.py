@@ -1,1 +1,1 @@
-"""Weight transforms: selected, traced while they run, simulated by names and shapes, and reversed."""
+"""Layouts of parameters, and weight conversions as layouts: selected, run, and reversed exactly."""

@@ -1,60 +1,61 @@
-"""What a module carries whose parameters are others than in transformers: how either become the other.
+"""The layouts that a module carries if its parameters aren't those of transformers, and state dicts in either layout.
 
-A frozen value on the module: it is copied, pickled and moved with it, and knows no model and no path. A state dict of
-any model that holds the module becomes one in the layout of transformers by it.
+The value is frozen, and is copied, pickled and moved with the module; it knows no model and no path. By it, state
+dicts of any model that contains the module are converted to the layout of transformers, and loaded from it.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from patcher.compat.models import named_modules
+from patcher.compat.models import add_load_hook, named_modules, remove_state_dict_hooks
 from patcher.errors import PatchedWeightsError
 from patcher.layouts.conversion import Converted
-from patcher.layouts.layouts import Layout, by_itself
-from patcher.layouts.sharded import one_piece
+from patcher.layouts.layouts import Layout, by_itself, named_parameter
+from patcher.layouts.sharded import distribute_like, full_tensor, local_tensor
 from patcher.patterns import in_state_dict, inside
 
-#: On such a module: its `ModuleLayouts`.
+#: The attribute of a module for its `ModuleLayouts`.
 CARRIED = "_patcher_layouts"
-
-
-#: On a class that was made for one process: the function, and its arguments, by which another process makes it.
+#: The attribute of a class that was generated in one process, by which another one generates it: (function, *args).
 RECIPE = "_patcher_recipe"
 
 
 class PickledClass:
-    """A class in a pickle, by its recipe: cloudpickle and dill write down any other, with all that it refers to."""
+    """A class in a pickle, by its recipe: cloudpickle and dill pickle other classes by value."""
 
     def __init__(self, cls: Any) -> None:
         self.cls = cls
 
     @staticmethod
     def of(cls: Any) -> Any:
-        """What to pickle for a class: the class itself, if every process has it."""
+        """Return what to pickle for a class: the class itself, if every process has it."""
         return PickledClass(cls) if RECIPE in vars(cls) else cls
 
     @staticmethod
     def read(value: Any) -> Any:
-        """The class, of what was pickled for it."""
+        """Return the class from what was pickled for it."""
         return value.cls if isinstance(value, PickledClass) else value
 
-    def __reduce__(self) -> Any:  # read as the class itself
+    def __reduce__(self) -> Any:  # unpickled as the class itself
         make, *args = vars(self.cls)[RECIPE]
-        return make, tuple(PickledClass.of(each) if isinstance(each, type) else each for each in args)
+        return make, tuple(PickledClass.of(arg) if isinstance(arg, type) else arg for arg in args)
 
     def __deepcopy__(self, memo: Any) -> PickledClass:
         return self
 
 
 def reduce_by_recipe(self: Any, protocol: Any) -> Any:
-    """The `__reduce_ex__` of such a class: whoever reads the pickle makes its own. Not for what derives from one."""
+    """The `__reduce_ex__` of a generated class, without effect on its subclasses."""
     cls = type(self)
     if RECIPE not in vars(cls):
         return object.__reduce_ex__(self, protocol)
@@ -67,14 +68,14 @@ def _bare(pickled: Any) -> Any:
 
 @dataclass(frozen=True)
 class ModuleLayouts:
-    """How the parameters of a module become those of transformers.
+    """How the parameters of a module are converted to those of transformers.
 
     Attributes:
-        layouts: what a fusion has made of parameters of transformers.
-        converted: what conversions of a patcher have made of tensors of a checkpoint.
-        fusion: the name of the family that has fused the module, or the family; None where a file has it written out.
-        original: the class of a fused module as transformers has it.
-        names: what the state dict of a fused module has as transformers builds it, in order.
+        layouts: from parameters of transformers to those of a fused module.
+        converted: from tensors of a checkpoint to what conversions of a patcher made of them.
+        fusion: the name of the fusion family, or the family itself; None for modules of generated files.
+        original: the stock class of a fused module.
+        names: the names in the state dict of the stock module, in order, for a fused module.
     """
 
     layouts: tuple[Layout, ...] = ()
@@ -87,56 +88,53 @@ class ModuleLayouts:
         return self
 
     def __reduce__(self) -> Any:
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         original = None if self.original is None else PickledClass.of(self.original)
         return (_unpickled, (values | {"original": original},))
 
     @property
     def all(self) -> tuple[Layout, ...]:
-        """All layouts; what is fused is taken apart before what was converted."""
+        """All layouts: fused parameters are separated before conversions are reversed."""
         return (*self.layouts, *self.converted)
 
     @property
     def fused(self) -> frozenset[str]:
-        """The parameters that only the module has, of those of its fusion."""
+        """The fused parameters."""
         return frozenset(name for layout in self.layouts for name in layout.fused)
 
     @property
     def stock(self) -> frozenset[str]:
-        """The parameters that only the module of transformers has, of those of the fusion."""
+        """The stock parameters from which the fused ones are made."""
         return frozenset(name for layout in self.layouts for name in layout.stock)
 
     def separate(self, path: str, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], set[str]]:
-        """The tensors of one module in the layout of transformers, by their names in it.
-
-        Returns:
-            They, in the order of transformers, and which of them are tensors of a checkpoint, to be converted.
+        """Convert the tensors of one module as `separated` does, by their names in the module.
 
         Raises:
-            PatchedWeightsError: the module has been changed so that they can't be known.
+            PatchedWeightsError: the module was changed so that they can't be known.
         """
         self._check(path, tensors)
         result, converted = dict(tensors), set[str]()
         for layout in self.all:
-            parts = _separated(layout, inside(path), result)
-            result = _in_place_of(layout.fused, parts, result)
+            parts = _separate(layout, inside(path), result)
+            result = _substitute(layout.fused, parts, result)
             if isinstance(layout, Converted):
                 converted |= parts.keys()
         if self.names:
-            order = {name: number for number, name in enumerate(self.names)}
+            order = {name: index for index, name in enumerate(self.names)}
             result = {name: result[name] for name in sorted(result, key=lambda name: order.get(name, len(order)))}
         return result, converted
 
     def _check(self, path: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise for what is quantized, was added to a fused module, or is there in both forms."""
+        """Raise for tensors that are quantized, were added to a fused module, or are present in both layouts."""
         prefix, fused = inside(path), self.fused
         owners = {name.rpartition(".")[0]: name for name in tensors}
-        within = tuple({f"{owner}." for name in fused if (owner := name.rpartition(".")[0])})
+        fused_layers = tuple({f"{owner}." for name in fused if (owner := name.rpartition(".")[0])})
         for layout in self.all:
             for name in layout.fused:
-                value = tensors.get(name, tensors.get(owners.get(name, "")))  # some hold `weight._data` in its place
+                value = tensors.get(name, tensors.get(owners.get(name, "")))  # quantizers may have `weight._data`
                 if value is not None and (name not in tensors or is_quantized(value)):
-                    raise _cannot(
+                    raise _not_saved(
                         f"{prefix}{name}",
                         f"it is quantized ({type(value).__name__} of {value.dtype}), and scales of joined rows aren't "
                         "those of each (if only fusions made this layout, save_original_format=False saves it as it "
@@ -145,15 +143,15 @@ class ModuleLayouts:
         for layout in self.layouts:
             both = [name for name in layout.stock if name in tensors and name not in layout.fused]
             if both and not set(layout.fused).isdisjoint(tensors):
-                raise _cannot(
+                raise _not_saved(
                     f"{prefix}{both[0]}",
                     f"{', '.join(layout.fused[:2])} of a fused module holds it, and both are there. Assign "
                     "layers to a fused module by its attributes, or take the fusions off with "
                     "Patcher().apply(model)",
                 )
         for name in sorted(tensors.keys() - fused - set(self.names)):
-            if name.startswith(within):
-                raise _cannot(
+            if name.startswith(fused_layers):
+                raise _not_saved(
                     f"{prefix}{name}",
                     "it was added to a fused layer, and the checkpoint has no place for it. Take it off before "
                     "saving, or take the fusions off with Patcher().apply(model) before it is added",
@@ -161,50 +159,52 @@ class ModuleLayouts:
 
 
 @torch.no_grad()
-def _separated(layout: Layout, prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parts of one layout; nothing where there is nothing of it: of a part of a model, or in stock's layout."""
-    found = {name: tensors[name] for name in layout.fused if name in tensors}
-    if not found:
+def _separate(layout: Layout, prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the parts of one layout, {} if its parameters are absent: of a part of a model, or in stock's layout."""
+    fused = {name: tensors[name] for name in layout.fused if name in tensors}
+    if not fused:
         return {}
-    if absent := [name for name in layout.fused if name not in found]:
-        raise _cannot(
+    if absent := [name for name in layout.fused if name not in fused]:
+        raise _not_saved(
             f"{prefix}{absent[0]}",
             f"it is missing in the state dict, and {layout} has made it with others. Save a state dict with all "
             "of them",
         )
-    for (name, tensor), shape in zip(found.items(), layout.fused_shapes(), strict=True):
+    for (name, tensor), shape in zip(fused.items(), layout.fused_shapes(), strict=True):
         if tensor.shape != shape:
-            raise _cannot(
+            raise _not_saved(
                 f"{prefix}{name}",
                 f"it had the shape {tuple(shape)} when it was made, it has {tuple(tensor.shape)} now",
             )
-    parts = dict(zip(layout.stock, layout.separate(list(found.values())), strict=True))
-    for name, was in zip(layout.stock, layout.stock_shapes, strict=True):
-        if tuple(parts[name].shape) != tuple(was):
-            raise _cannot(f"{prefix}{name}", f"{layout} gives {tuple(parts[name].shape)}, and it was {was}")
-    return parts if isinstance(layout, Converted) else {n: by_itself(part.contiguous()) for n, part in parts.items()}
+    parts = dict(zip(layout.stock, layout.separate(list(fused.values())), strict=True))
+    for name, expected in zip(layout.stock, layout.stock_shapes, strict=True):
+        if tuple(parts[name].shape) != tuple(expected):
+            raise _not_saved(f"{prefix}{name}", f"{layout} gives {tuple(parts[name].shape)}, and it was {expected}")
+    if isinstance(layout, Converted):
+        return parts
+    return {name: by_itself(part.contiguous()) for name, part in parts.items()}
 
 
-def _in_place_of(
-    gone: Collection[str], made: dict[str, torch.Tensor], held: Mapping[str, torch.Tensor]
+def _substitute(
+    names: Collection[str], substitutes: dict[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Tensors with others in the place of the first of some: shards depend on the order."""
+    """Put substitutes in the place of the first of some tensors, and drop these: shards depend on the order."""
     result: dict[str, torch.Tensor] = {}
-    for name, value in held.items():
-        if name not in gone:
+    for name, value in tensors.items():
+        if name not in names:
             result[name] = value
-        elif made:
-            result, made = result | made, {}
+        elif substitutes:
+            result, substitutes = result | substitutes, {}
     return result
 
 
 def _unpickled(values: dict[str, Any]) -> ModuleLayouts:
-    importlib.import_module("patcher").install()  # so that the model saves there as it does here
+    importlib.import_module("patcher").install()  # so that the unpickled model saves like this one
     return ModuleLayouts(**values | {"original": PickledClass.read(values["original"])})
 
 
 class Carrier(NamedTuple):
-    """A module that carries layouts, its path, and what it carries."""
+    """A module that carries layouts, with its path."""
 
     path: str
     module: nn.Module
@@ -212,75 +212,246 @@ class Carrier(NamedTuple):
 
     @property
     def prefix(self) -> str:
-        """What its names in a state dict begin with."""
+        """The prefix of its names in a state dict."""
         return inside(in_state_dict(self.path))
 
     @property
     def fused(self) -> list[Layout]:
-        """The layouts of its fusion, by the names that the state dict of the model has."""
+        """The layouts of its fusion, by the names in the state dict of the model."""
         return [layout.named(self.prefix.__add__) for layout in self.carried.layouts]
 
     @property
     def all(self) -> list[Layout]:
-        """All of its layouts, by these names."""
+        """All of its layouts, by the names in the state dict of the model."""
         return [layout.named(self.prefix.__add__) for layout in self.carried.all]
 
 
 def carried_by(module: nn.Module) -> ModuleLayouts | None:
-    """What a module carries, None if its parameters are those of transformers."""
+    """Return the layouts that a module carries, None if its parameters are those of transformers."""
     return module.__dict__.get(CARRIED)
 
 
 def carriers(model: nn.Module) -> list[Carrier]:
-    """The modules of a model whose parameters are others than in transformers."""
+    """Return the modules of a model that carry layouts."""
     return [
-        Carrier(path, module, found)
+        Carrier(path, module, carried)
         for path, module in named_modules(model)
-        if (found := carried_by(module)) is not None
+        if (carried := carried_by(module)) is not None
     ]
 
 
-def fused_weights(module: nn.Module) -> ModuleLayouts | None:
-    """What a fused module carries, None if it isn't fused."""
-    found = carried_by(module)
-    return found if found is not None and found.layouts else None
+def fused_layouts(module: nn.Module) -> ModuleLayouts | None:
+    """Return the layouts that a fused module carries, None if it isn't fused."""
+    carried = carried_by(module)
+    return carried if carried is not None and carried.layouts else None
 
 
 def fused_modules(model: nn.Module) -> list[Carrier]:
-    """The fused modules of a model."""
-    return [each for each in carriers(model) if each.carried.layouts]
+    """Return the fused modules of a model."""
+    return [carrier for carrier in carriers(model) if carrier.carried.layouts]
 
 
 def separated(
     carrying: Iterable[Carrier], state_dict: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """A state dict in the layout of transformers, in the order that the state dict of its model has.
-
-    Returns:
-        It, and which of its tensors are those of a checkpoint, which transformers would convert.
+    """Convert a state dict to the layout of transformers; return also which names are tensors of a checkpoint.
 
     Raises:
-        PatchedWeightsError: something in it can't be known.
+        PatchedWeightsError: some of it can't be known.
     """
     result, converted = dict(state_dict), set[str]()
-    # What is inside of another such module comes first, the model itself last.
-    for each in sorted(carrying, key=lambda each: -len(each.path.split(".")) if each.path else 0):
-        own = {key: value for key, value in result.items() if key.startswith(each.prefix)}
-        if own:
-            tensors = {key.removeprefix(each.prefix): value for key, value in own.items()}
-            found, names = each.carried.separate(in_state_dict(each.path), tensors)
-            result = _in_place_of(own, {f"{each.prefix}{name}": value for name, value in found.items()}, result)
-            converted |= {f"{each.prefix}{name}" for name in names}
+    # Modules inside of others come first, the model itself last.
+    for carrier in sorted(carrying, key=lambda carrier: -len(carrier.path.split(".")) if carrier.path else 0):
+        prefix = carrier.prefix
+        fused = {key: value for key, value in result.items() if key.startswith(prefix)}
+        if fused:
+            tensors = {key.removeprefix(prefix): value for key, value in fused.items()}
+            stock, names = carrier.carried.separate(in_state_dict(carrier.path), tensors)
+            result = _substitute(fused, {f"{prefix}{name}": value for name, value in stock.items()}, result)
+            converted |= {f"{prefix}{name}" for name in names}
     return result, converted
 
 
-def _cannot(name: str, reason: str) -> PatchedWeightsError:
+def _not_saved(name: str, reason: str) -> PatchedWeightsError:
     return PatchedWeightsError(f"{name} can't be saved in the original format: {reason}.")
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
-    """Whether a quantizer has made the tensor: by its type, or since its numbers are of one byte."""
-    tensor = one_piece(tensor)
-    return type(tensor) not in (torch.Tensor, nn.Parameter) or (
-        tensor.dtype.itemsize == 1 and tensor.dtype is not torch.bool
-    )
+    """Whether a tensor is a quantizer's: a subclass, or one of a one-byte dtype."""
+    tensor = local_tensor(tensor)
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    return not is_plain or (tensor.dtype.itemsize == 1 and tensor.dtype is not torch.bool)
+
+
+# --- state dicts that are loaded -------------------------------------------------------------------------------------
+
+
+def carry(module: nn.Module, carried: ModuleLayouts | None) -> None:
+    """Have a module carry layouts, and load state dicts in the layout of transformers; None reverts that.
+
+    The load hook refers to the tables of the module and not to the module itself, which it would keep alive. So it
+    also works for shallow copies of the module.
+    """
+    remove_state_dict_hooks(module, lambda hook: isinstance(hook, _JoinParts) or hook is _mark_layout)
+    if carried is None:
+        module.__dict__.pop(CARRIED, None)
+        return
+    module.__dict__[CARRIED] = carried
+    layouts = (*carried.converted, *carried.layouts)  # converted tensors may be fused afterwards
+    add_load_hook(module, _JoinParts(layouts, module._parameters, module._modules))
+    if any(map(_ambiguous_names, layouts)):
+        module.register_state_dict_post_hook(_mark_layout)  # type: ignore[no-untyped-call]
+
+
+#: Whether the state dict that is being loaded is known to be in the layout of transformers.
+_ORIGINAL: ContextVar[bool] = ContextVar("patcher_original_layout", default=False)
+#: In the metadata of a state dict, where a module says that its parameters are those of the patched module.
+_MARK = "patcher"
+
+
+@contextmanager
+def in_original_layout() -> Iterator[None]:
+    """State dicts that are loaded in the block are in the layout of transformers, also by names that both have."""
+    token = _ORIGINAL.set(True)
+    try:
+        yield
+    finally:
+        _ORIGINAL.reset(token)
+
+
+def is_in_original_layout() -> bool:
+    """Whether the state dict that is being loaded is known to be in the layout of transformers."""
+    return _ORIGINAL.get()
+
+
+def _mark_layout(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
+    local_metadata[_MARK] = True
+
+
+def _ambiguous_names(layout: Layout) -> list[str]:
+    """Return the names of parameters that have the same shape in both layouts."""
+    if set(layout.stock).isdisjoint(layout.fused):
+        return []
+    fused = dict(zip(layout.fused, layout.fused_shapes(), strict=True))
+    return [name for name, shape in zip(layout.stock, layout.stock_shapes, strict=True) if fused.get(name) == shape]
+
+
+class _JoinParts:
+    """A load hook that replaces stock parameters in a state dict by those of the module.
+
+    Parameters that don't fit are reported like torch's.
+    """
+
+    def __init__(self, layouts: tuple[Layout, ...], parameters: Any, modules: Any) -> None:
+        self.layouts, self._parameters, self._modules = layouts, parameters, modules
+
+    def __call__(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        assign = bool(local_metadata.get("assign_to_params_buffers", False))
+        for layout in self.layouts:
+            names = [] if _ORIGINAL.get() else _ambiguous_names(layout)
+            ambiguous = [name for name in names if f"{prefix}{name}" in state_dict]
+            if ambiguous and not local_metadata.get(_MARK):
+                error_msgs.append(
+                    f"{prefix}{ambiguous[0]} has the same name and shape before and after {layout}, and the "
+                    "state dict doesn't say which it is. For the layout of transformers use "
+                    "patcher.load_original_state_dict(model, state_dict); for that of the patched model the state "
+                    "dict that its state_dict() gave."
+                )
+            parts = {} if ambiguous else _pop_parts(layout, prefix, state_dict)
+            both = [name for name in layout.fused if f"{prefix}{name}" in state_dict] if parts else []
+            if both:
+                error_msgs.append(
+                    f"{prefix}{next(iter(parts))} and {prefix}{both[0]} are both in the state dict, and one is made "
+                    "of the other: which is meant can't be known. Take one of them out. Where a tool has filled in "
+                    "what the model has (set_model_state_dict of torch.distributed.checkpoint with "
+                    "full_state_dict=True), use patcher.load_original_state_dict(model, state_dict), with a state "
+                    "dict that has not been filled in."
+                )
+            elif parts:
+                current = {name: named_parameter(self, name) for name in layout.fused}
+                fused = _fuse_parts(layout, parts, prefix, current, missing_keys, error_msgs, assign=assign)
+                # A parameter that is left as it is isn't missing: its parts are, or an error was reported.
+                state_dict.update({f"{prefix}{name}": value for name, value in fused.items() if value is not None})
+
+
+def _pop_parts(layout: Layout, prefix: str, state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Pop the stock parameters of a layout from a state dict."""
+    fused = {} if _ORIGINAL.get() else dict(zip(layout.fused, layout.fused_shapes(), strict=True))
+    values = {name: state_dict.get(f"{prefix}{name}") for name in layout.stock}
+    # A name that both layouts have is that of a part if it has the shape of one.
+    parts = {name: value for name, value in values.items() if value is not None and value.shape != fused.get(name)}
+    return {name: state_dict.pop(f"{prefix}{name}") for name in parts}
+
+
+def _fuse_parts(
+    layout: Layout,
+    parts: Mapping[str, torch.Tensor],
+    prefix: str,
+    current: Mapping[str, nn.Parameter | None],
+    missing_keys: list[str],
+    error_msgs: list[str],
+    *,
+    assign: bool,
+) -> Mapping[str, Any]:
+    """Return the parameters of a module made from parts, or the current ones if the parts don't fit."""
+    fitting = {}
+    for name, shape in zip(layout.stock, layout.stock_shapes, strict=True):
+        if name not in parts:
+            missing_keys.append(f"{prefix}{name}")
+        elif parts[name].shape == shape:
+            fitting[name] = parts[name]
+        else:
+            error_msgs.append(
+                f"size mismatch for {prefix}{name}: copying a param with shape {parts[name].shape} from "
+                f"checkpoint, the shape in current model is {torch.Size(shape)}."
+            )
+    try:
+        return _fuse(layout, fitting, current, assign) if fitting else current
+    except Exception as error:  # of a layout or an operation: reported with the others, as torch does
+        error_msgs.append(f"{prefix}{', '.join(fitting)} can't be written into {layout}: {error}")
+        return current
+
+
+@torch.no_grad()
+def _fuse(
+    layout: Layout, parts: Mapping[str, torch.Tensor], current: Mapping[str, nn.Parameter | None], assign: bool
+) -> dict[str, torch.Tensor]:
+    """Fuse parts; those that are absent are taken from the current parameters."""
+    for name, parameter in current.items():
+        if parameter is None or is_quantized(parameter):
+            kind = "gone" if parameter is None else f"quantized ({type(parameter).__name__} of {parameter.dtype})"
+            raise ValueError(f"{name} is {kind}. Load the model again with from_pretrained(..., patcher=...)")
+    is_split = any(isinstance(parameter, DTensor) for parameter in current.values())
+    if is_split and not _ORIGINAL.get() and not all(isinstance(part, DTensor) for part in parts.values()):
+        raise ValueError(
+            "these are whole tensors, and the parameter is split over processes. Use "
+            "patcher.load_original_state_dict(model, state_dict), in every process with all tensors"
+        )
+    parts = {name: full_tensor(part) for name, part in parts.items()}
+    tensors = dict(parts)
+    if absent := [name for name in layout.stock if name not in parts]:
+        values = [parameter.detach() for parameter in current.values() if parameter is not None]
+        kinds = {(part.dtype, part.device) for part in parts.values()}
+        if values[0].is_meta or (assign and kinds != {(values[0].dtype, values[0].device)}):
+            raise ValueError(
+                f"the values of {', '.join(absent)} aren't there in the type and on the device of the others. Give "
+                "all parts of a tensor in one state dict, or leave out assign=True"
+            )
+        rest = dict(zip(layout.stock, layout.separate([full_tensor(value) for value in values]), strict=True))
+        tensors = {name: parts[name].to(values[0].device) if name in parts else rest[name] for name in layout.stock}
+    elif assign and len({part.dtype for part in parts.values()}) > 1:
+        raise ValueError("with assign=True the parts of one tensor need one dtype")
+    fused = layout.fuse([tensors[name].detach() for name in layout.stock])
+    result = {name: tensor for name, tensor in zip(layout.fused, fused, strict=True) if name in current}
+    if assign:  # a parameter doesn't share its storage
+        result = {name: by_itself(tensor) for name, tensor in result.items()}
+    return {name: distribute_like(tensor, current[name]) for name, tensor in result.items()}

@@ -1,4 +1,4 @@
-"""Layouts: parameters of a module of transformers that become others together, and the way back.
+"""Layouts: how stock parameters of a module are converted to fused ones, and back.
 
 >>> joined = Rows(("q.weight", "k.weight"), "qk.weight", ((4, 2), (3, 2)))
 >>> q, k = torch.zeros(4, 2), torch.ones(3, 2)
@@ -22,30 +22,24 @@ from patcher.errors import InvalidPatcherError
 
 
 def named_parameter(module: Any, name: str) -> nn.Parameter | None:
-    """The parameter of that name, None if there is none: torch raises, and takes properties for modules.
-
-    Args:
-        module: it, or what holds its tables.
-    """
+    """Return a parameter by its name, None if there is none: torch raises, and reads properties as modules."""
     *path, last = name.split(".")
-    at = module
     for part in path:
-        at = at._modules.get(part) if at is not None else None
-    return at._parameters.get(last) if at is not None else None
+        module = module._modules.get(part) if module is not None else None
+    return module._parameters.get(last) if module is not None else None
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Parameters that become others together: a value that is the same for all modules alike.
+    """Parameters that are converted together: a value that is the same for all identical modules.
 
-    A subclass says how, in `fuse`, and how back, in `separate`. Both are given tensors, on the meta device too, and
-    keep every value.
+    A subclass implements `fuse`, and its inverse `separate`. Both take tensors, also on the meta device, and keep
+    every value.
 
     Args:
-        stock: the parameters of the module as transformers has it, by their names in the module; one may be given by
-            itself.
-        fused: those that they become, where that doesn't follow from the shapes.
-        stock_shapes: the shapes of the first. The engine fills them in, from the module that it meets.
+        stock: the stock parameters, by their names in the module; a single one may be given as a string.
+        fused: the parameters that they become, unless that follows from the shapes.
+        stock_shapes: the shapes of the stock parameters, which `of` fills in.
     """
 
     stock: Sequence[str]
@@ -58,34 +52,34 @@ class Layout:
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
 
     def fuse(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The fused parameters from those of transformers, both in the order of the names."""
+        """Return the fused parameters of the stock ones, both in the order of their names."""
         raise NotImplementedError
 
     def separate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The reverse of `fuse`."""
+        """Return the stock parameters of the fused ones: the inverse of `fuse`."""
         raise NotImplementedError
 
     def of(self, module: nn.Module) -> Self:
-        """The layout with the shapes that a module has.
+        """Return the layout with the shapes of a module.
 
         Raises:
             InvalidPatcherError: the module lacks one of the parameters.
         """
-        found = {name: named_parameter(module, name) for name in self.stock}
-        if absent := [name for name, parameter in found.items() if parameter is None]:
+        parameters = {name: named_parameter(module, name) for name in self.stock}
+        if absent := [name for name, parameter in parameters.items() if parameter is None]:
             raise InvalidPatcherError(
                 f"{self} takes {', '.join(absent)}, and {type(module).__qualname__} has no such parameter; "
                 f"it has {', '.join(name for name, _ in module.named_parameters()) or 'none'}."
             )
-        return replace(self, stock_shapes=tuple(tuple(each.shape) for each in found.values() if each is not None))
+        shapes = tuple(tuple(parameter.shape) for parameter in parameters.values() if parameter is not None)
+        return replace(self, stock_shapes=shapes)
 
-    def named(self, name: Callable[[str], str]) -> Self:
-        """The layout with other names."""
-        stock, fused = (tuple(map(name, names)) for names in (self.stock, self.fused))
-        return replace(self, stock=stock, fused=fused)
+    def named(self, rename: Callable[[str], str]) -> Self:
+        """Return the layout with its names replaced."""
+        return replace(self, stock=tuple(map(rename, self.stock)), fused=tuple(map(rename, self.fused)))
 
     def fused_shapes(self) -> list[torch.Size]:
-        """The shapes of the fused parameters."""
+        """Return the shapes of the fused parameters."""
         stock = [torch.empty(shape, device="meta") for shape in self.stock_shapes]
         return [tensor.shape for tensor in self.fuse(stock)]
 
@@ -94,7 +88,7 @@ class Layout:
 
 
 def unlike_parts(layouts: Iterable[Layout], module: nn.Module) -> str:
-    """Why parameters of a module can't become one, which has one type and trains or doesn't; "" if they can."""
+    """Return why parameters of a module can't be joined: they differ in dtype or `requires_grad`; "" if they can."""
     for layout in layouts:
         parts = {name: part for name in layout.stock if (part := named_parameter(module, name)) is not None}
         if len({part.dtype for part in parts.values()}) > 1:
@@ -107,7 +101,7 @@ def unlike_parts(layouts: Iterable[Layout], module: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class Rows(Layout):
-    """Rows one under the other: (a, ...), (b, ...) -> (a + b, ...).
+    """Concatenated rows: (a, ...), (b, ...) -> (a + b, ...).
 
     >>> cut = Rows(("q.weight", "k.weight"), "qk.weight", ((4, 1), (2, 1)), blocks=2)
     >>> (weight,) = cut.fuse([torch.tensor([[0], [1], [2], [3]]), torch.tensor([[10], [11]])])
@@ -115,20 +109,20 @@ class Rows(Layout):
     [0, 1, 10, 2, 3, 11]
 
     Attributes:
-        blocks: how many equal blocks the rows lie in, each with its share of every part. Processes of tensor
-            parallelism cut a weight into equal pieces, and each of them needs rows of every part.
+        blocks: the number of equal blocks, each with its share of the rows of every part. Tensor parallelism splits a
+            weight into equal pieces, and each process needs rows of every part.
     """
 
     blocks: int = 1
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many rows each part has."""
+        """The number of rows of each part."""
         return tuple(shape[0] for shape in self.stock_shapes)
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
-        """How many rows of each part lie in one block."""
+        """The number of rows of each part in one block."""
         return tuple(size // self.blocks for size in self.sizes)
 
     def fused_shapes(self) -> list[torch.Size]:
@@ -148,22 +142,22 @@ class Rows(Layout):
 
 
 def lies_in_blocks(layout: Layout) -> TypeGuard[Rows]:
-    """Whether processes share joined rows, so that these don't lie part by part."""
+    """Whether joined rows are arranged for tensor parallelism, and don't lie part by part."""
     return isinstance(layout, Rows) and layout.blocks > 1
 
 
 @dataclass(frozen=True)
 class Cut(Layout):
-    """The reverse of `Rows`: (a + b, ...) -> (a, ...), (b, ...).
+    """The inverse of `Rows`: (a + b, ...) -> (a, ...), (b, ...).
 
     >>> cut = Cut("kv.weight", ("k.weight", "v.weight"), sizes=(4, 2), blocks=2)
     >>> [part.flatten().tolist() for part in cut.fuse([torch.tensor([[0], [1], [10], [2], [3], [11]])])]
     [[0, 1, 2, 3], [10, 11]]
 
     Attributes:
-        sizes: how many rows each part has.
-        blocks: how many equal blocks the rows lie in, each with its share of every part.
-        transposed: whether the whole is (..., a + b), as the weight of a `Conv1D`.
+        sizes: the number of rows of each part.
+        blocks: the number of equal blocks, each with its share of the rows of every part.
+        transposed: whether the weight is (..., a + b), as that of a `Conv1D`.
     """
 
     sizes: tuple[int, ...] = ()
@@ -172,19 +166,19 @@ class Cut(Layout):
 
     @property
     def rows(self) -> Rows:
-        """The layout that this one reverses."""
+        """The layout that this one inverts."""
         return Rows(self.fused, self.stock, tuple((size,) for size in self.sizes), self.blocks)
 
     def fuse(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self.rows.separate([tensors[0].T if self.transposed else tensors[0]])
 
     def separate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        (whole,) = self.rows.fuse(tensors)
-        return [whole.T.contiguous() if self.transposed else whole]
+        (joined,) = self.rows.fuse(tensors)
+        return [joined.T.contiguous() if self.transposed else joined]
 
 
 class Flatten(Layout):
-    """All dimensions but the first as one: (out, in, height, width) -> (out, in * height * width)."""
+    """Flattens all dimensions but the first: (out, in, height, width) -> (out, in * height * width)."""
 
     def fuse(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor.flatten(1) for tensor in tensors]
@@ -193,22 +187,19 @@ class Flatten(Layout):
         return [tensor.view(shape) for tensor, shape in zip(tensors, self.stock_shapes, strict=True)]
 
 
-# --- the memory of what is made --------------------------------------------------------------------------------------
+# --- storages --------------------------------------------------------------------------------------------------------
 
 
 def is_alone(tensor: torch.Tensor) -> bool:
-    """Whether nothing else lies in the storage of a tensor; on the meta device nothing lies anywhere."""
+    """Whether a tensor has its storage for itself, or is on the meta device."""
     return tensor.is_meta or tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 def by_itself(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with a storage of its own, in the same memory.
-
-    Pieces of one tensor share its storage, and what shares a storage is saved into one shard.
-    """
+    """Return the tensor with a separate storage in the same memory: what shares a storage is saved in one shard."""
     if is_alone(tensor):
         return tensor
     try:
         return torch.utils.dlpack.from_dlpack(tensor.detach())
-    except (BufferError, RuntimeError, TypeError):  # a device or a type that can't be exchanged
+    except (BufferError, RuntimeError, TypeError):  # a device or dtype that dlpack doesn't support
         return tensor.clone()

@@ -1,6 +1,6 @@
-"""Tensors that are split over processes: whole, and as another one is split.
+"""Tensors that are split over processes: gathered, and distributed like another one.
 
-Both are collective: every process of the mesh has to ask, in the same order.
+Both are collective: every process of the mesh has to call them, in the same order.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from patcher.errors import PatchConflictError
 
 
 class ReadOnly:
-    """A tensor that was put together: writing to it wouldn't write to a parameter."""
+    """A tensor that was assembled from others: writing to it wouldn't write to a parameter."""
 
     __slots__ = ()
-    #: what it is, for the message
+    #: how it was assembled, for the message
     origin: ClassVar[str]
 
     @classmethod
     def of(cls, value: Any) -> Any:
-        """The tensor, as one that can't be written to."""
+        """Return the tensor as a read-only one."""
         return value.as_subclass(cls)
 
     @classmethod
@@ -43,17 +43,17 @@ class ReadOnly:
         with DisableTorchFunction():
             result = func(*args, **(kwargs or {}))
             if isinstance(result, tuple | list):
-                return type(result)(cls.of(each) if cls.is_view(each, args) else each for each in result)
+                return type(result)(cls.of(item) if cls.is_view(item, args) else item for item in result)
             return cls.of(result) if is_same or cls.is_view(result, args) else result
 
     @classmethod
     def is_view(cls, result: Any, args: tuple[Any, ...]) -> bool:
-        """Whether what was made shares the memory of what it was made of, as far as it is known."""
+        """Whether a result is known to share the memory of the first argument."""
         return False
 
 
 class Copied(ReadOnly, DTensor):
-    """Put together of what processes have."""
+    """Rows gathered from several processes."""
 
     __slots__ = ()
     origin = "These rows were put together of what several processes have"
@@ -66,55 +66,52 @@ class Copied(ReadOnly, DTensor):
 
 
 class Whole(ReadOnly, torch.Tensor):
-    """Put together of the parts of a packed layer."""
+    """Rows unpacked from the parts of a packed layer."""
 
     origin = "These rows were put together of the parts of a packed layer"
 
     @classmethod
     def is_view(cls, result: Any, args: tuple[Any, ...]) -> bool:
-        tensors = [each for each in (result, *args[:1]) if isinstance(each, torch.Tensor) and not each.is_meta]
-        return len(tensors) == 2 and len({each.untyped_storage().data_ptr() for each in tensors}) == 1
+        tensors = [value for value in (result, *args[:1]) if isinstance(value, torch.Tensor) and not value.is_meta]
+        return len(tensors) == 2 and len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
 
 
-def keep_pieces(model: nn.Module) -> None:
-    """Have modules hold pieces that `fully_shard` has split: the last forward may have left them whole."""
+def reshard_modules(model: nn.Module) -> None:
+    """Reshard the modules of FSDP2: the last forward may have left them unsharded."""
     for _, module in named_modules(model):
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def whole(value: Any) -> Any:
-    """All of a tensor, if it is split; anything else as it is."""
+def full_tensor(value: Any) -> Any:
+    """Gather a DTensor; return any other value as it is."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def split_like(value: torch.Tensor, other: Any) -> torch.Tensor:
-    """A whole tensor, split as another one of its shape is; the values are those of the first process of each mesh."""
+def distribute_like(value: torch.Tensor, other: Any) -> torch.Tensor:
+    """Distribute a tensor as another one of its shape, with the values of the first process of each mesh."""
     if not isinstance(other, DTensor) or isinstance(value, DTensor):
         return value
     device = value.device if other.device.type == "meta" else other.device
     return distribute_tensor(value.detach().to(device), other.device_mesh, other.placements)
 
 
-def one_piece(value: torch.Tensor) -> torch.Tensor:
-    """What this process has of a tensor, if it is split; a tensor as it is."""
+def local_tensor(value: torch.Tensor) -> torch.Tensor:
+    """Return the shard of a DTensor in this process; any other tensor as it is."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def on_meta(value: torch.Tensor) -> torch.Tensor:
-    """A tensor on the meta device, whole if it is split; one of a type that a quantizer has made as it is."""
-    if type(one_piece(value)) not in (torch.Tensor, nn.Parameter):
+def to_meta(value: torch.Tensor) -> torch.Tensor:
+    """Return a full tensor on the meta device; a tensor of a quantizer's own type as it is."""
+    if type(local_tensor(value)) not in (torch.Tensor, nn.Parameter):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
-def gathered_on_first(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict with whole tensors in the memory of the CPU in the first process, and nothing in the others.
-
-    What shares its memory does so afterwards.
-    """
+def gather_on_rank_zero(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Gather a state dict, and what shares memory in it, on the CPU of the first process; the others return {}."""
     is_first = distributed.get_rank() == 0
-    known: dict[Any, torch.Tensor] = {}
+    gathered: dict[Any, torch.Tensor] = {}
     result: dict[str, Any] = {}
     for key, value in state_dict.items():
         if not isinstance(value, DTensor):
@@ -122,8 +119,8 @@ def gathered_on_first(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             continue
         local = value.to_local()
         place = (local.data_ptr(), value.shape, value.dtype) if local.numel() else key
-        if place not in known:
-            made = value.full_tensor()
-            known[place] = made.cpu() if is_first else made.new_empty(0)
-        result[key] = known[place]
+        if place not in gathered:
+            tensor = value.full_tensor()
+            gathered[place] = tensor.cpu() if is_first else tensor.new_empty(0)
+        result[key] = gathered[place]
     return result if is_first else {}

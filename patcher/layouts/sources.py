@@ -1,8 +1,7 @@
-"""Lazy sources: what a checkpoint holds in place of a weight that is made of several tensors of it.
+"""Lazy sources: what a load reads instead of a tensor of the checkpoint, for a weight that is made of several.
 
-transformers reads a checkpoint tensor by tensor, through objects that know a shape and give rows on demand. These are
-such objects, so what is joined is read as one weight: cast, quantized, sharded and put on its device by transformers
-as any other, and in memory once.
+transformers reads a checkpoint through objects that know a shape and return rows on demand. These are such objects, so
+a joined weight is read as one: transformers casts, quantizes, shards and places it like any other.
 """
 
 from __future__ import annotations
@@ -20,93 +19,29 @@ from patcher.layouts.layouts import Cut, Layout, Rows, by_itself
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """The shape of a tensor, or of one that is still on the disk."""
+    """Return the shape of a tensor, or of a slice of a safetensors file."""
     return tuple(value.get_shape() if hasattr(value, "get_shape") else value.shape)
 
 
-def on_meta(source: Any) -> torch.Tensor:
-    """A tensor of the meta device for one of a checkpoint, which may have only a shape as yet."""
-    if isinstance(source, torch.Tensor) and source.is_meta:
-        return source
-    return torch.empty(shape_of(source), device="meta")
+def dtype_of(source: Any) -> str:
+    """Return the dtype of a source by the name of safetensors: F32, BF16, I64."""
+    if hasattr(source, "get_dtype"):
+        name: str = source.get_dtype()
+        return name
+    dtype: torch.dtype = source.dtype
+    kind = (
+        "BF" if dtype is torch.bfloat16 else "F" if dtype.is_floating_point else "U" if "uint" in str(dtype) else "I"
+    )
+    return f"{kind}{8 * dtype.itemsize}"
 
 
-class JoinedRows:
-    """The rows of several tensors as one, one part behind the other.
+class Source:
+    """What a load reads in place of a tensor of the checkpoint."""
 
-    Args:
-        parts: tensors, or what a checkpoint has for them.
-        blocks: how many equal blocks they lie in, each with its share of every part.
-    """
+    __slots__ = ("_dtype", "_shape")
 
-    def __init__(self, parts: Sequence[Any], blocks: int = 1) -> None:
-        sizes = [shape_of(part)[0] for part in parts]
-        self._rows, self._tail = sum(sizes), shape_of(parts[0])[1:]
-        self._pieces = [
-            RowsOf(part, block * (size // blocks), size // blocks)
-            for block in range(blocks)
-            for part, size in zip(parts, sizes, strict=True)
-        ]
-
-    def get_shape(self) -> list[int]:
-        return [self._rows, *self._tail]
-
-    def get_dtype(self) -> str:
-        return self._pieces[0].get_dtype()
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self.get_shape())
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        first, *rest = index if isinstance(index, tuple) else (index,)
-        if first is Ellipsis and not rest:
-            first = slice(None)
-        if not isinstance(first, slice) or first.step not in (None, 1):
-            return self[...][index]
-        start, stop, _ = first.indices(self._rows)
-        found, end = [], 0
-        for piece in self._pieces:
-            begin, end = end, end + piece.rows
-            low, high = max(start, begin), min(stop, end)
-            if low < high:
-                found.append(piece[(slice(low - begin, high - begin), *rest)])
-        return joined(found) if found else self._pieces[0][(slice(0, 0), *rest)]
-
-
-class RowsOf:
-    """Some rows of a tensor, one behind the other."""
-
-    def __init__(self, whole: Any, start: int, rows: int) -> None:
-        self._whole, self._start, self.rows = whole, start, rows
-
-    def get_shape(self) -> list[int]:
-        return [self.rows, *shape_of(self._whole)[1:]]
-
-    def get_dtype(self) -> str:
-        return dtype_of(self._whole)
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        first, *rest = index if isinstance(index, tuple) else (index,)
-        start, stop, _ = (slice(None) if first is Ellipsis else first).indices(self.rows)
-        rows: Any = (slice(self._start + start, self._start + stop), *rest)
-        if not rest and rows == (slice(0, shape_of(self._whole)[0]),):
-            rows = ...  # which a file that is mapped gives without a copy
-        found: torch.Tensor = self._whole[rows]
-        return found
-
-
-class Computed:
-    """One of several tensors that are computed together: the first that is read computes all of them."""
-
-    __slots__ = ("_dtype", "_shape", "group", "name")
-
-    def __init__(self, group: Computation, name: Any, shape: Sequence[int], dtype: str) -> None:
-        self.group = group
-        self.name = name
-        self._shape = shape
-        self._dtype = dtype
-        group.expected.add(name)
+    def __init__(self, shape: Sequence[int], dtype: str) -> None:
+        self._shape, self._dtype = shape, dtype
 
     def get_shape(self) -> list[int]:
         return list(self._shape)
@@ -118,18 +53,71 @@ class Computed:
     def shape(self) -> torch.Size:
         return torch.Size(self._shape)
 
+
+class JoinedRows(Source):
+    """The rows of several tensors or sources, concatenated; in equal blocks with a share of every part, if several."""
+
+    def __init__(self, parts: Sequence[Any], blocks: int = 1) -> None:
+        sizes = [shape_of(part)[0] for part in parts]
+        super().__init__((sum(sizes), *shape_of(parts[0])[1:]), dtype_of(parts[0]))
+        self._pieces = [
+            RowSlice(part, block * (size // blocks), size // blocks)
+            for block in range(blocks)
+            for part, size in zip(parts, sizes, strict=True)
+        ]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        first, *rest = index if isinstance(index, tuple) else (index,)
+        if first is Ellipsis and not rest:
+            first = slice(None)
+        if not isinstance(first, slice) or first.step not in (None, 1):
+            return self[...][index]
+        start, stop, _ = first.indices(self._shape[0])
+        pieces, end = [], 0
+        for piece in self._pieces:
+            begin, end = end, end + piece.rows
+            low, high = max(start, begin), min(stop, end)
+            if low < high:
+                pieces.append(piece[(slice(low - begin, high - begin), *rest)])
+        return concatenate(pieces) if pieces else self._pieces[0][(slice(0, 0), *rest)]
+
+
+class RowSlice(Source):
+    """Consecutive rows of a tensor or source."""
+
+    def __init__(self, source: Any, start: int, rows: int) -> None:
+        super().__init__((rows, *shape_of(source)[1:]), dtype_of(source))
+        self._source, self._start, self.rows = source, start, rows
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        first, *rest = index if isinstance(index, tuple) else (index,)
+        start, stop, _ = (slice(None) if first is Ellipsis else first).indices(self.rows)
+        rows: Any = (slice(self._start + start, self._start + stop), *rest)
+        if not rest and rows == (slice(0, shape_of(self._source)[0]),):
+            rows = ...  # which a memory-mapped file returns without a copy
+        tensor: torch.Tensor = self._source[rows]
+        return tensor
+
+
+class Computed(Source):
+    """One of several tensors that are computed together, when the first of them is read."""
+
+    __slots__ = ("group", "name")
+
+    def __init__(self, group: Computation, name: Any, shape: Sequence[int], dtype: str) -> None:
+        super().__init__(shape, dtype)
+        self.group, self.name = group, name
+        group.expected.add(name)
+
     def __getitem__(self, index: Any) -> torch.Tensor:
         tensor = self.group.take(self.name)
         return tensor if index is Ellipsis else tensor[index]
 
 
 class Computation:
-    """What gives several tensors, run when one of them is first read and forgotten when all of them have been.
+    """Computes several tensors of sources when one of them is first read, and drops each when it has been read.
 
-    Loads read in several threads.
-
-    Args:
-        convert: makes the tensors of those that it takes, by the names of the sources.
+    Thread-safe, since loads read in several threads.
     """
 
     def __init__(
@@ -137,64 +125,47 @@ class Computation:
     ) -> None:
         self.convert, self.sources = convert, sources
         self._lock = threading.Lock()
-        #: what will be read
+        #: the results that will be read
         self.expected: set[Any] = set()
-        self._left: dict[Any, torch.Tensor] = {}
+        self._results: dict[Any, torch.Tensor] = {}
 
     def take(self, name: Any) -> torch.Tensor:
         with self._lock:
-            if name not in self._left:  # not yet computed, or read once more
-                made = self.convert({each: source[...] for each, source in self.sources.items()})
-                self._left = {each: made[each] for each in self.expected}
-            return self._left.pop(name)
-
-
-def dtype_of(source: Any) -> str:
-    """The name that safetensors has for the dtype of a source, as the slices of its files say it: F32, BF16, I64."""
-    if hasattr(source, "get_dtype"):
-        name: str = source.get_dtype()
-        return name
-    dtype: torch.dtype = source.dtype
-    kind = (
-        "BF" if dtype is torch.bfloat16 else "F" if dtype.is_floating_point else "U" if "uint" in str(dtype) else "I"
-    )
-    return f"{kind}{8 * dtype.itemsize}"
+            if name not in self._results:  # not computed yet, or read again
+                results = self.convert({key: source[...] for key, source in self.sources.items()})
+                self._results = {key: results[key] for key in self.expected}
+            return self._results.pop(name)
 
 
 def in_blocks(layout: Rows, source: Any) -> Any:
-    """The source of joined rows that lie part by part, where they are to lie in blocks."""
-    return JoinedRows(_one_by_one(source, layout.sizes), layout.blocks)
+    """Return a source of joined rows, which lie part by part, rearranged in the blocks of a layout."""
+    return JoinedRows(_split_rows(source, layout.sizes), layout.blocks)
 
 
-def _one_by_one(source: Any, sizes: Sequence[int]) -> list[Any]:
-    """The source of parts whose rows lie one behind the other."""
+def _split_rows(source: Any, sizes: Sequence[int]) -> list[Any]:
     starts = itertools.accumulate(sizes, initial=0)
-    return [RowsOf(source, start, rows) for start, rows in zip(starts, sizes, strict=False)]
+    return [RowSlice(source, start, rows) for start, rows in zip(starts, sizes, strict=False)]
 
 
 def fused_sources(layout: Layout, sources: Sequence[Any]) -> list[Any]:
-    """The sources of the fused parameters of a layout, from those of transformers' parameters."""
+    """Return the sources of the fused parameters of a layout, given those of the stock parameters."""
     if type(layout) is Rows:
         return [sources[0] if len(sources) == 1 else JoinedRows(sources, layout.blocks)]
     if type(layout) is Cut and layout.blocks == 1 and not layout.transposed:
-        return _one_by_one(sources[0], layout.sizes)
+        return _split_rows(sources[0], layout.sizes)
 
     @torch.no_grad()
     def fuse(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        made = layout.fuse(list(tensors.values()))
-        # What shares a storage, tools that save take for tied.
-        return {number: by_itself(tensor) for number, tensor in enumerate(made)}
+        # Tools that save would take tensors of one storage for tied.
+        return {index: by_itself(tensor) for index, tensor in enumerate(layout.fuse(list(tensors.values())))}
 
     group = Computation(fuse, dict(enumerate(sources)))
     shapes, dtype = layout.fused_shapes(), dtype_of(sources[0])
-    return [Computed(group, number, shape, dtype) for number, shape in enumerate(shapes)]
+    return [Computed(group, index, shape, dtype) for index, shape in enumerate(shapes)]
 
 
-def joined(pieces: list[torch.Tensor]) -> torch.Tensor:
-    """The rows of all pieces; a view of them where they lie one behind the other, as a mapped file may have them.
-
-    A load on the CPU only maps the file, so a copy would take most of the time and twice the memory.
-    """
+def concatenate(pieces: list[torch.Tensor]) -> torch.Tensor:
+    """Concatenate rows; without a copy if they are adjacent in memory, as they may be in a memory-mapped file."""
     first = pieces[0]
     if len(pieces) == 1:
         return first
@@ -211,45 +182,42 @@ def joined(pieces: list[torch.Tensor]) -> torch.Tensor:
     ):
         return torch.cat(pieces)
     memory = (ctypes.c_byte * sum(piece.nbytes for piece in pieces)).from_address(first.data_ptr())
-    memory.pieces = pieces  # type: ignore[attr-defined]  # they hold the memory, as long as the view does
+    memory.pieces = pieces  # type: ignore[attr-defined]  # keeps the memory alive as long as the view
     return torch.frombuffer(memory, dtype=first.dtype).view(-1, *first.shape[1:])
 
 
 def named_sources(sources: Mapping[str, Any]) -> tuple[dict[str, Any], WeightConverter]:
-    """Sources by parameter as a part of a checkpoint, and the conversion that reads it, first in its load."""
-    targets = {f"{_Named.PREFIX}{number}": target for number, target in enumerate(sources)}
-    return dict(zip(targets, sources.values(), strict=True)), _Named(targets)
+    """Return sources by keys for a checkpoint, and the conversion, first in its load, that reads them."""
+    targets = {f"{_ReadSource.PREFIX}{index}": target for index, target in enumerate(sources)}
+    return dict(zip(targets, sources.values(), strict=True)), _ReadSource(targets)
 
 
-class _Named(WeightConverter):
-    """Has a load take sources as the parameters that they are made for, whatever its conversions do to names.
-
-    The name of a fused parameter may look like one that transformers converts: `experts.0.gate_proj.weight`.
-    """
+class _ReadSource(WeightConverter):
+    """Reads sources under any names, since those of fused parameters may match conversions of transformers."""
 
     __slots__ = ("_targets",)
     PREFIX = "patcher:"
 
     def __init__(self, targets: Mapping[str, str]) -> None:
-        super().__init__(self.PREFIX, self.PREFIX, [_AsItIs()])
+        super().__init__(self.PREFIX, self.PREFIX, [_Unchanged()])
         self._targets = targets
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        _, found, number = source_key.rpartition(self.PREFIX)  # a renaming may have put a prefix in front
-        target = self._targets.get(found + number)
+        _, prefix, index = source_key.rpartition(self.PREFIX)  # a renaming may have put a prefix in front
+        target = self._targets.get(prefix + index)
         return (source_key, None) if target is None else (target, self.PREFIX)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightConverter:
-        # A load copies a conversion for each parameter: what collects its tensor needs no names.
-        return WeightConverter(self.PREFIX, self.PREFIX, [_AsItIs()])
+        # A load copies a conversion for each parameter; the copy only collects its tensor.
+        return WeightConverter(self.PREFIX, self.PREFIX, [_Unchanged()])
 
 
-class _AsItIs(ConversionOps):
-    """One tensor as the parameter that it is read for."""
+class _Unchanged(ConversionOps):
+    """Returns one tensor as the parameter that it is read for."""
 
     def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], full_layer_name: str = "", **kwargs: Any
     ) -> dict[str, torch.Tensor]:
-        (given,) = input_dict.values()
-        # In a list, as a tensor that no conversion takes: quanto takes the first row of any other.
-        return {full_layer_name: given if isinstance(given, list) else [given]}  # type: ignore[dict-item]
+        (value,) = input_dict.values()
+        # In a list, like a tensor that no conversion takes: of any other, quanto takes the first row.
+        return {full_layer_name: value if isinstance(value, list) else [value]}  # type: ignore[dict-item]

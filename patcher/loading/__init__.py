@@ -1,4 +1,4 @@
-"""One load as five steps, and what it leaves on the model: the record, by which it is saved and reported on."""
+"""A load in five steps, and the record that it leaves on the model, by which it is saved and reported on."""
 
 from patcher.loading.applying import applied
 from patcher.loading.record import record_of

@@ -1,7 +1,7 @@
-"""The names that a checkpoint has for the layers of single experts, where it has such.
+"""The keys that a checkpoint has for single experts, if it has them one by one.
 
-There such layers can be given as they are, under the names that the checkpoint itself has for them. What a quantizer
-puts beside the weights of a layer (`weight_packed`, `weight_scale`), which no stack has a place for, is saved so.
+Layers of such experts are read and saved under these keys. So are tensors that a quantizer puts beside their weights
+(`weight_packed`, `weight_scale`), for which a stack has no place.
 """
 
 from __future__ import annotations
@@ -21,99 +21,92 @@ from patcher.layouts.carried import Carrier, is_quantized
 from patcher.layouts.layouts import Layout
 from patcher.patterns import inside
 
-#: Gives the checkpoint that stacks are saved as.
+#: Converts a state dict with stacks to the checkpoint that it is saved as.
 Revert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
-def reverted_from_scratch(model: PreTrainedModel) -> Revert:
-    """What gives the checkpoint that stacks are saved as by a model that was not loaded."""
+def default_revert(model: PreTrainedModel) -> Revert:
+    """Return the `Revert` of a model that was not loaded."""
     view: Any = ModelView(model, get_parameter={}.__getitem__)
     return functools.partial(stock_revert, view, conversions=stock_conversions_from_scratch(model))
 
 
-def by_layer(keys: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Path of a module -> name of what it has itself -> the key; `x.weight.absmax` is of the layer x too."""
-    found: dict[str, dict[str, str]] = {}
+def group_by_layer(keys: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return path of a layer -> name of a tensor in it -> key; `x.weight.absmax` is of the layer x too."""
+    layers: dict[str, dict[str, str]] = {}
     for key in keys:
         layer = key.partition(".weight.")[0] if ".weight." in key else key.rpartition(".")[0]
-        found.setdefault(layer, {})[key.removeprefix(inside(layer))] = key
-    return found
+        layers.setdefault(layer, {})[key.removeprefix(inside(layer))] = key
+    return layers
 
 
-def named_as_in_checkpoint(
+def expert_checkpoint_names(
     carrier: Carrier, state_dict: Mapping[str, torch.Tensor], revert: Revert
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Key of a state dict -> the key of a checkpoint, of what belongs to the experts of a module.
-
-    Returns:
-        All of those that are quantized, and the weights of the others.
-    """
+    """Return key of a state dict -> key in the checkpoint: for quantized experts, and for weights of the others."""
     quantized: dict[str, str] = {}
     plain: dict[str, str] = {}
-    held = by_layer(key for key in state_dict if key.startswith(carrier.prefix))
-    for layout, layers in _weights_of(carrier):
-        own = {name: held.get(layer, {}) for name, layer in layers.items()}
+    tensors = group_by_layer(key for key in state_dict if key.startswith(carrier.prefix))
+    for layout, layers in _expert_weights(carrier):
+        by_weight = {name: tensors.get(layer, {}) for name, layer in layers.items()}
         is_plain = all(
             kind in ("weight", "bias") and not is_quantized(state_dict[key])
-            for found in own.values()
-            for kind, key in found.items()
+            for keys in by_weight.values()
+            for kind, key in keys.items()
         )
-        for name, known in keys_of_experts(carrier.prefix, layout, revert).items():
-            for kind, key in own[name].items():
+        for name, checkpoint_key in expert_keys(carrier.prefix, layout, revert).items():
+            for kind, key in by_weight[name].items():
                 if not (is_plain and kind == "bias"):
-                    (plain if is_plain else quantized)[key] = known.removesuffix("weight") + kind
+                    (plain if is_plain else quantized)[key] = checkpoint_key.removesuffix("weight") + kind
     return quantized, plain
 
 
 def quantized_experts(
-    model: PreTrainedModel, checkpoint: Iterable[str], fused: Iterable[Carrier], own: Iterable[str]
+    model: PreTrainedModel, checkpoint: Iterable[str], fused: Iterable[Carrier], state: Iterable[str]
 ) -> dict[str, tuple[str, Layout]]:
-    """Key -> (parameter or buffer, layout), of experts that are quantized as the layers that they are here.
+    """Return key -> (name in the model's state, layout) of experts that the checkpoint has quantized one by one.
 
-    A quantizer has given such layers tensors of its own in the place of the weight, and the checkpoint has them under
-    its names of experts. Where it has left some of them alone, those are read one by one as well.
-
-    Args:
-        own: the names of what the model holds.
+    The quantizer has replaced their weights by tensors of its own, also in the model. Layers among them that it left
+    in full precision are read one by one as well.
     """
-    found: dict[str, tuple[str, Layout]] = {}
-    held, given = by_layer(own), by_layer(checkpoint)
-    for each in fused:
-        for layout, layers in _weights_of(each):
-            here = {name: held.get(layer, {}) for name, layer in layers.items()}
-            if all("weight" in kinds for kinds in here.values() if kinds):  # none are experts of other processes
+    experts: dict[str, tuple[str, Layout]] = {}
+    tensors, keys = group_by_layer(state), group_by_layer(checkpoint)
+    for carrier in fused:
+        for layout, layers in _expert_weights(carrier):
+            by_weight = {name: tensors.get(layer, {}) for name, layer in layers.items()}
+            if all("weight" in kinds for kinds in by_weight.values() if kinds):  # none are experts of other processes
                 continue
-            for name, known in keys_of_experts(each.prefix, layout, reverted_from_scratch(model)).items():
-                for kind, key in given.get(known.removesuffix(".weight"), {}).items():
-                    if kind in here[name]:
-                        found[key] = f"{layers[name]}.{kind}", layout
-    return found
+            for name, checkpoint_key in expert_keys(carrier.prefix, layout, default_revert(model)).items():
+                for kind, key in keys.get(checkpoint_key.removesuffix(".weight"), {}).items():
+                    if kind in by_weight[name]:
+                        experts[key] = f"{layers[name]}.{kind}", layout
+    return experts
 
 
-def _weights_of(carrier: Carrier) -> Iterator[tuple[Matrices, dict[str, str]]]:
-    """The layouts of a module that are weights of experts, and the paths of their layers by parameter."""
+def _expert_weights(carrier: Carrier) -> Iterator[tuple[Matrices, dict[str, str]]]:
+    """Yield the layouts of a module that are weights of experts, each with parameter -> path of its layer."""
     for layout in carrier.carried.layouts:
         if isinstance(layout, Matrices) and layout.fused[0].endswith(".weight"):
             yield layout, {name: carrier.prefix + name.removesuffix(".weight") for name in layout.fused}
 
 
-def keys_of_experts(prefix: str, layout: Matrices, revert: Revert) -> dict[str, str]:
-    """Parameter of one expert -> the key that it is saved under, {} where not each has a key of its own.
+def expert_keys(prefix: str, layout: Matrices, revert: Revert) -> dict[str, str]:
+    """Return parameter of one expert -> its key in the checkpoint, {} if they haven't a key each.
 
-    Found by saving a stack of small matrices, whose numbers say whose they are: each has to come out as it went in.
+    They are found by reverting a stack of small matrices with distinct values, which have to be returned unchanged.
     """
     experts, rows = layout.stock_shapes[0][0], 2 * layout.parts
     shape = (experts, 3, rows) if layout.transposed else (experts, rows, 3)
     small = replace(layout, stock_shapes=(shape,))
-    given = [torch.arange(6.0).view(2, 3) + 6 * number for number in range(len(layout.fused))]
-    (stack,) = small.separate(given)
+    matrices = [torch.arange(6.0).view(2, 3) + 6 * index for index in range(len(layout.fused))]
+    (stack,) = small.separate(matrices)
     try:
-        found = revert({f"{prefix}{layout.stock[0]}": stack})
-    except Exception:  # an operation that looks at shapes: then it isn't known
+        reverted = revert({f"{prefix}{layout.stock[0]}": stack})
+    except Exception:  # an operation that depends on shapes
         return {}
-    numbers = {int(value.flatten()[0]) // 6: key for key, value in found.items() if key.endswith(".weight")}
-    if len(found) != len(given) or numbers.keys() != set(range(len(given))):
+    keys = {int(value.flatten()[0]) // 6: key for key, value in reverted.items() if key.endswith(".weight")}
+    if len(reverted) != len(matrices) or keys.keys() != set(range(len(matrices))):
         return {}
-    if not all(torch.equal(found[numbers[number]], each) for number, each in enumerate(given)):
+    if not all(torch.equal(reverted[keys[index]], matrix) for index, matrix in enumerate(matrices)):
         return {}
-    return {name: numbers[number] for number, name in enumerate(layout.fused)}
+    return {name: keys[index] for index, name in enumerate(layout.fused)}

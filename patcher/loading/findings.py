@@ -1,4 +1,4 @@
-"""What of a patcher has had no effect, and why: found where modules are constructed, and where weights are read."""
+"""The parts of a patcher that have no effect, and why: in the modules of a model, and in the weights of a load."""
 
 from __future__ import annotations
 
@@ -32,55 +32,53 @@ from patcher.spec.validation import MODULE_MAPPINGS, required_groups
 if TYPE_CHECKING:
     from patcher.loading.load import Selected
 
-#: Of more than so many problems, these are named: each is compared with what the model has.
-_MOST = 10
-#: (path, class) of the modules of a model, as they were before anything was replaced.
+#: How many problems of a patcher are explained: each of them is compared with the names of the model.
+_MAX_PROBLEMS = 10
+#: (path, name of the stock class) of the modules of a model.
 Places = tuple[tuple[str, str], ...]
+#: Unused part of a patcher -> a function that explains why.
+Explanations = dict[Unused, Callable[[], str]]
 
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """What is wrong with a load: raised at once where that is strict, otherwise one warning at its end.
-
-    Attributes:
-        warnings: the warnings at the end.
-        errors: what a load would have raised, if it is one that goes on to find everything.
-        goes_on: whether it is.
-    """
+    """The problems of a load: raised at once if strict, otherwise one warning at its end."""
 
     warnings: tuple[str, ...] = ()
     errors: tuple[PatcherError, ...] = ()
-    goes_on: bool = False
+    #: whether the load goes on after an error, to find all of them
+    collects_errors: bool = False
 
-    def adding(self, error: PatcherError | None, *, strict: bool) -> Diagnostics:
-        """With one more, unless there is none."""
+    def with_error(self, error: PatcherError | None, *, strict: bool) -> Diagnostics:
+        """Return the diagnostics with one more problem; raise it if that is due."""
         if error is None:
             return self
         if not strict:
             return replace(self, warnings=(*self.warnings, str(error)))
-        if not self.goes_on:
+        if not self.collects_errors:
             raise error
         if self.errors and isinstance(error, PatchedWeightsError):
-            return self  # which weights don't fit follows from what had no effect
+            return self  # weights that don't fit are a consequence of what had no effect
         return replace(self, errors=(*self.errors, error))
 
-    def adding_unused(self, entries: Iterable[InForce], outcome: Outcome, model_name: str = "") -> Diagnostics:
-        """With one error for each of these patchers that names all of it that has had no effect."""
+    def with_unused(self, entries: Iterable[InForce], outcome: Outcome, model_name: str = "") -> Diagnostics:
+        """Return the diagnostics with one error per patcher, which lists its parts without effect."""
         result = self
         for entry in entries:
-            unused = list(islice(outcome.problems_of(entry), _MOST + 1))
-            problems = [problem() for problem in unused[:_MOST]] + ["and others"] * (len(unused) > _MOST)
+            unused = list(islice(outcome.problems_of(entry), _MAX_PROBLEMS + 1))
+            problems = [explain() for explain in unused[:_MAX_PROBLEMS]]
+            problems += ["and others"] * (len(unused) > _MAX_PROBLEMS)
             name = f" {entry.patcher.name!r}" if entry.patcher.name else ""
             error = UnmatchedPatchError(
                 f"These parts of the patcher{name} have no effect{f' in {model_name}' if model_name else ''}:\n"
                 + "".join(f"  {problem}\n" for problem in problems)
-                + "Correct it or take it out; with strict=False this is a warning."
+                + "Correct or remove them; with strict=False this is a warning."
             )
-            result = result.adding(error if problems else None, strict=entry.patcher.strict)
+            result = result.with_error(error if problems else None, strict=entry.patcher.strict)
         return result
 
     def warn(self) -> None:
-        """Warn, at the line of the call of the load."""
+        """Warn, at the line that called the load."""
         if self.warnings:
             warn("\n".join(dict.fromkeys(self.warnings)))
 
@@ -88,58 +86,56 @@ class Diagnostics:
 # --- modules -------------------------------------------------------------------------------------------------------
 
 
-def found_in_modules(
+def outcome_of_modules(
     construction: Construction, model: PreTrainedModel | None = None, modules: Iterable[tuple[str, nn.Module]] = ()
 ) -> Outcome:
-    """What of the patchers in force has had an effect on a model that is constructed, and why the rest hasn't.
-
-    Args:
-        modules: those of the model; of no model at all without any.
-    """
+    """Return which parts of the patchers in force affected the modules of a model, and why the others didn't."""
     resolution: Resolution = construction.resolution or NO_CHANGE
     plan, functions = resolution.fusion_plan, construction.functions or NO_FUNCTIONS
     stock = [(path, stock_class(module)) for path, module in modules]
     places = tuple((path, cls.__name__) for path, cls in stock)
     classes = {cls.__name__: cls for _, cls in stock}
     used: set[Key] = set()
-    unused: dict[Unused, Callable[[], str]] = {}
+    unused: Explanations = {}
     for entry in construction.rules.entries:
         patcher = entry.patcher
         for group in required_groups(patcher.class_mapping, patcher.alternatives):
-            unused[entry, "class_mapping", group] = partial(_no_class, group, places, classes)
+            unused[entry, "class_mapping", group] = partial(_unmatched_classes, group, places, classes)
         for key in patcher.module_mapping:
-            unused[entry, "module_mapping", (key,)] = partial(_no_module, "module_mapping:", key, places)
+            unused[entry, "module_mapping", (key,)] = partial(_unmatched_path, "module_mapping:", key, places)
         for fusion in patcher.fusions:
             fused, refused = plan.by_fusion.get(fusion, ()), plan.refused.get(fusion, {})
-            # A layout is that of the whole model, of which a part may be loaded: what isn't fused, its weights say.
+            # A layout on disk is that of a whole model, of which a part may be loaded: its weights are checked later.
             patterns = (fusion.modules if isinstance(fusion, Fusion) else ()) or ("**",) * (entry.origin != LAYOUT)
             for pattern in patterns:
-                unused[entry, "fusions", ((fusion, pattern),)] = partial(_not_fused, fusion, pattern, refused, places)
+                explain = partial(_unused_fusion, fusion, pattern, refused, places)
+                unused[entry, "fusions", ((fusion, pattern),)] = explain
                 if any(matches_path(pattern, path) for path in fused):
                     used.add((entry, "fusions", (fusion, pattern)))
         for key in patcher.function_mapping:
-            unused[entry, "function_mapping", (key,)] = partial(_not_called, key, functions)
+            unused[entry, "function_mapping", (key,)] = partial(_uncalled_function, key, functions)
         if patcher.new_weights:
             names = tuple(state_tensors(model)) if model is not None else ()
-            found = [each for each in patcher.new_weights if any(search(each, name) for name in names)]
-            used |= {(entry, "new_weights", text) for text in found}
-            unused |= _not_found(entry, "new_weights", "the name of no parameter", "parameters", names)
+            matches = [text for text in patcher.new_weights if any(search(text, name) for name in names)]
+            used |= {(entry, "new_weights", text) for text in matches}
+            unused |= _unmatched_expressions(entry, "new_weights", "no parameter", "parameters", names)
     for function in functions.replaced:
-        used |= {(construction.rules.entries[number], "function_mapping", key) for number, key in function.keys}
+        used |= {(construction.rules.entries[index], "function_mapping", key) for index, key in function.keys}
     return construction.outcome | Outcome(frozenset(used), unused)
 
 
-def _no_class(group: tuple[str, ...], places: Places, classes: Mapping[str, type[nn.Module]]) -> str:
+def _unmatched_classes(group: tuple[str, ...], places: Places, classes: Mapping[str, type[nn.Module]]) -> str:
     key, keys = group[0], f"{'any of ' if len(group) > 1 else ''}{', '.join(map(repr, group))}"
-    return f"class_mapping: no class of the model matches {keys}{_meant(key, places, classes)}"
+    return f"class_mapping: no class of the model matches {keys}{_class_hint(key, places, classes)}"
 
 
-def _meant(key: str, places: Places, classes: Mapping[str, type[nn.Module]]) -> str:
-    """What the key of a class was probably meant to be, and how it differs from that."""
+def _class_hint(key: str, places: Places, classes: Mapping[str, type[nn.Module]]) -> str:
+    """Return what the key of a class was probably meant to be."""
     if isinstance(key, Like):
         close = nearest(key.target.rpartition(":")[2], classes, 1)
         return f"; nearest: {close[0]}, which differs: {key.why_not(classes[close[0]])}" if close else ""
-    named = {name for path, name in places if "." in key and (name == key.rpartition(".")[2] or _is_at(key, path))}
+    last = key.rpartition(".")[2]
+    named = {name for path, name in places if "." in key and (name == last or _is_path_of(key, path))}
     if named:
         return (
             ": a key is the bare name of a class, which is replaced wherever it is; write "
@@ -153,27 +149,27 @@ def _meant(key: str, places: Places, classes: Mapping[str, type[nn.Module]]) -> 
     return f"; {suggest(key, classes, 'classes')}"
 
 
-def _is_at(key: str, path: str) -> bool:
-    """Whether a path, or a pattern of paths, names the module at this one; `layers[0]` is how Python names it."""
+def _is_path_of(key: str, path: str) -> bool:
+    """Whether a key is a path or path pattern of the module at this path; `layers[0]` is accepted as well."""
     try:
         return matches_path(re.sub(r"\[(\d+)\]", r".\1", key), path)
     except InvalidPatcherError:
         return False
 
 
-def _no_module(where: str, pattern: str, places: Places) -> str:
+def _unmatched_path(where: str, pattern: str, places: Places) -> str:
     near = nearest_paths(pattern, sorted({path for path, _ in places}, key=dot_natural_key))
     return f"{where} {pattern!r}, where the model has no module" + (f"; nearest: {', '.join(near)}" if near else "")
 
 
-def _not_fused(fusion: str | Fusion, pattern: str, refused: Mapping[str, str], places: Places) -> str:
+def _unused_fusion(fusion: str | Fusion, pattern: str, refused: Mapping[str, str], places: Places) -> str:
     named = {path for path, _ in places if matches_path(pattern, path)}
     if not named and pattern != "**":
-        return _no_module(f"fusions: {fusion!r} is requested at", pattern, places)
+        return _unmatched_path(f"fusions: {fusion!r} is requested at", pattern, places)
     reasons: dict[str, list[str]] = {}
     for path in named & refused.keys():
         reasons.setdefault(refused[path], []).append(path)
-    listed = sorted(f"{', '.join(folded(paths)[:2])} ({reason})" for reason, paths in reasons.items())[:5]
+    listed = sorted(f"{', '.join(fold_names(paths)[:2])} ({reason})" for reason, paths in reasons.items())[:5]
     hint = f"; it refused {', '.join(listed)}" if listed else ""
     if pattern == "**":
         subject = fusion_named(fusion).subject
@@ -183,7 +179,7 @@ def _not_fused(fusion: str | Fusion, pattern: str, refused: Mapping[str, str], p
     return f"fusions: {fusion!r} can't fuse any module that {pattern!r} names{hint or inside}"
 
 
-def _not_called(key: str, functions: Functions) -> str:
+def _uncalled_function(key: str, functions: Functions) -> str:
     name = key.rpartition(":")[2]
     if name in functions.hints:
         hint = functions.hints[name]
@@ -197,39 +193,39 @@ def _not_called(key: str, functions: Functions) -> str:
 # --- weights -------------------------------------------------------------------------------------------------------
 
 
-def found_by_reading(
+def outcome_of_weights(
     selected: Selected, routing: Routing, checkpoint: Mapping[str, Any], unexpected: Iterable[str]
 ) -> Outcome:
-    """What filters, conversions and dropped weights had an effect on the checkpoint, and why the rest hadn't."""
-    entries = [each for each in selected.in_force if converts(each.patcher) or each.patcher.dropped_weights]
+    """Return which filters, conversions and dropped weights affected the checkpoint, and why the others didn't."""
+    entries = [entry for entry in selected.in_force if converts(entry.patcher) or entry.patcher.dropped_weights]
     if not entries:
         return Outcome()
     conversions, keys = selected.conversions, tuple(checkpoint)
-    effective = {each for route in routing.routes for each in route.by}
-    done = {identity(each.transform) for each in (conversions.added if selected.runtime_layout else effective)}
-    dropped = {text for _, text in conversions.dropped}
+    routed = {added for route in routing.routes for added in route.added}
+    run = {identity(added.transform) for added in (conversions.added if selected.runtime_layout else routed)}
+    matching_filters = {text for _, text in conversions.dropped}
     stock = [*conversions.kept, *(transform for transform, _ in conversions.dropped)]
-    patterns = {text for each in stock for text in (*source_patterns(each), *target_patterns(each))}
-    parameters = tuple(state_tensors(selected.model)) if len(done) < len(conversions.added) else ()
+    patterns = {text for transform in stock for text in (*source_patterns(transform), *target_patterns(transform))}
+    parameters = tuple(state_tensors(selected.model)) if len(run) < len(conversions.added) else ()
     used: set[Key] = set()
-    unused: dict[Unused, Callable[[], str]] = {}
+    unused: Explanations = {}
     for entry in entries:
         field = "filtered_weight_conversion_patterns"
-        used |= {(entry, field, text) for text in dropped} | {(entry, "conversions", each) for each in done}
-        unused |= _not_found(entry, field, "no conversion of the model", "patterns", patterns)
-        for where, transform in _conversions(entry, selected.outcome):
-            reason = partial(_idle, where, transform, keys, parameters)
-            unused[entry, "conversions", (identity(transform),)] = reason
-        texts = entry.patcher.dropped_weights
-        names = {*keys, *unexpected}
-        found = [each for each in texts if selected.runtime_layout or any(search(each, name) for name in names)]
-        used |= {(entry, "dropped_weights", text) for text in found}
-        unused |= _not_found(entry, "dropped_weights", "no key of the checkpoint", "checkpoint keys", keys)
+        used |= {(entry, field, text) for text in matching_filters}
+        unused |= _unmatched_expressions(entry, field, "no conversion of the model", "patterns", patterns)
+        used |= {(entry, "conversions", transform) for transform in run}
+        for where, transform in _conversions_of_patcher(entry, selected.outcome):
+            explain = partial(_unused_conversion, where, transform, keys, parameters)
+            unused[entry, "conversions", (identity(transform),)] = explain
+        texts, names = entry.patcher.dropped_weights, {*keys, *unexpected}
+        matches = [text for text in texts if selected.runtime_layout or any(search(text, name) for name in names)]
+        used |= {(entry, "dropped_weights", text) for text in matches}
+        unused |= _unmatched_expressions(entry, "dropped_weights", "no key of the checkpoint", "checkpoint keys", keys)
     return Outcome(frozenset(used), unused)
 
 
-def _conversions(entry: InForce, outcome: Outcome) -> Iterator[tuple[str, WeightTransform]]:
-    """The conversions of a patcher, with where they are written; of classes only those that were built."""
+def _conversions_of_patcher(entry: InForce, outcome: Outcome) -> Iterator[tuple[str, WeightTransform]]:
+    """Yield the conversions of a patcher and where they are written; of classes, only those that were built."""
     for transform in entry.patcher.extra_weight_conversions:
         yield "extra_weight_conversions", transform
     keys = [(field, key) for field in MODULE_MAPPINGS for key in getattr(entry.patcher, field)]
@@ -238,60 +234,58 @@ def _conversions(entry: InForce, outcome: Outcome) -> Iterator[tuple[str, Weight
         yield from ((f"{cls.__qualname__}.conversion_mapping", transform) for transform in conversions_of(cls))
 
 
-def _idle(where: str, transform: WeightTransform, keys: Iterable[str], parameters: Iterable[str]) -> str:
-    """Why a conversion did nothing: no tensor is called like a source of it, or no parameter like its target."""
+def _unused_conversion(where: str, transform: WeightTransform, keys: Iterable[str], parameters: Iterable[str]) -> str:
+    """Explain a conversion that did nothing: no key matches its sources, or no parameter its target."""
     renaming = copy_transform(transform)
-    made = folded({name for name, pattern in map(renaming.rename_source_key, keys) if pattern is not None})
-    if not made:
-        nearest_keys = suggest(source_patterns(transform)[0], folded(keys), "checkpoint keys")
+    targets = fold_names({name for name, pattern in map(renaming.rename_source_key, keys) if pattern is not None})
+    if not targets:
+        nearest_keys = suggest(source_patterns(transform)[0], fold_names(keys), "checkpoint keys")
         return f"{where}: {describe(transform)} took no tensor; {nearest_keys}"
-    known = folded(parameters)
-    if where.endswith(".conversion_mapping") and made[0] in known:
+    known = fold_names(parameters)
+    if where.endswith(".conversion_mapping") and targets[0] in known:
         return (
             f"{where}: {describe(transform)} took no tensor: names in the conversion_mapping of a class begin inside "
             "of the module that it replaces, without the name of that module"
         )
     return (
-        f"{where}: {describe(transform)} makes {', '.join(map(cut, made[:3]))}, which the model doesn't have; "
-        f"{suggest(made[0], known, 'parameters')}"
+        f"{where}: {describe(transform)} makes {', '.join(map(cut, targets[:3]))}, which the model doesn't have; "
+        f"{suggest(targets[0], known, 'parameters')}"
     )
 
 
 # --- names ---------------------------------------------------------------------------------------------------------
 
 
-def _not_found(
-    entry: InForce, field: str, where: str, what: str, known: Collection[str]
-) -> dict[Unused, Callable[[], str]]:
-    """How to say of each expression of a field that it is found nowhere, with the nearest of what there is."""
+def _unmatched_expressions(entry: InForce, field: str, where: str, what: str, known: Collection[str]) -> Explanations:
+    """Return the explanations for expressions of a field that match nothing, with the nearest names."""
 
-    def reason(text: str) -> str:
-        names = known if what == "patterns" else folded(known)
-        return f"{field}: {text!r} is found in {where}; {suggest(text, names, what)}"
+    def explain(text: str) -> str:
+        names = known if what == "patterns" else fold_names(known)
+        return f"{field}: {text!r} matches {where}; {suggest(text, names, what)}"
 
-    return {(entry, field, (text,)): partial(reason, text) for text in getattr(entry.patcher, field)}
+    return {(entry, field, (text,)): partial(explain, text) for text in getattr(entry.patcher, field)}
 
 
 def suggest(name: str, candidates: Iterable[str], what: str) -> str:
-    """The nearest of some names to one that is none of them, or what there is."""
+    """Return the candidates nearest to an unknown name, or some of them."""
     known = sorted(candidates)
     # Whole; by tails (`q_proj.weight` is near to `model.layers.{0..1}.self_attn.q_proj.weight`); by segments.
     tails = {text[-len(name) :]: text for text in known if len(text) > len(name)}
     segments = {segment: text for text in reversed(known) for segment in text.split(".")}
     last = re.sub(r"[\\^$]", "", name).split(".")[-1]
-    for wanted, places in ((name, {text: text for text in known}), (name, tails), (last, segments)):
-        if close := nearest(wanted, places):
-            return f"nearest: {', '.join(cut(places[each]) for each in close)}"
+    for text, places in ((name, {text: text for text in known}), (name, tails), (last, segments)):
+        if close := nearest(text, places):
+            return f"nearest: {', '.join(cut(places[match]) for match in close)}"
     if not known:
         return f"the model has no {what}"
     return f"it has {', '.join(map(cut, known[:8]))}{', ...' if len(known) > 8 else ''}"
 
 
-def ordered(keys: Iterable[str]) -> tuple[str, ...]:
-    """Names in the order of the layers."""
-    return tuple(sorted(keys, key=dot_natural_key))
+def sort_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Sort names in the order of the layers."""
+    return tuple(sorted(names, key=dot_natural_key))
 
 
-def folded(keys: Iterable[str]) -> list[str]:
-    """The same, with runs of numbers folded."""
-    return compress(ordered(keys))
+def fold_names(names: Iterable[str]) -> list[str]:
+    """Sort names in the order of the layers, and fold runs of numbers."""
+    return compress(sort_names(names))

@@ -1,10 +1,10 @@
-"""Values that no checkpoint holds: what a replacement computes, and what its `__init__` gives to new weights.
+"""Values that no checkpoint holds: those that a replacement computes, or that its `__init__` gives to new weights.
 
-transformers puts an empty tensor in the place of every buffer that it doesn't save and initialises anew what it knows;
-here what a replacement has computed is kept and put back, on the device where it belongs.
+transformers replaces every buffer that isn't saved by an empty tensor, and initialises those that it knows. Here the
+values that a replacement has computed are kept, and restored on their device.
 
-For new weights a replacement is built once more, after the others have been read: real where the checkpoint lacks
-them, and on meta otherwise. So nothing can be computed from what a weight of the checkpoint is initialised with.
+For new weights a replacement is built once more, after the others have been read: with values for weights that the
+checkpoint lacks, and on meta otherwise. So nothing can be computed from the initial value of a weight that is read.
 Experts that a checkpoint lacks start as those of transformers do from the same seed.
 """
 
@@ -41,7 +41,7 @@ from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.carried import fused_modules
 from patcher.layouts.layouts import Layout
-from patcher.layouts.sharded import one_piece, split_like
+from patcher.layouts.sharded import distribute_like, local_tensor
 from patcher.patterns import inside
 from patcher.resolution.resolution import skeleton
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 def frozen_parameters(model: PreTrainedModel, outermost: Placed) -> frozenset[str]:
-    """The parameters that replacements have made not to be trained: a load makes new ones of all.
+    """Return the parameters that replacements have frozen: a load creates new parameters, which aren't.
 
     Raises:
         PatchConstructionError: a replacement has a parameter under several names, of which a load would make several.
@@ -78,57 +78,49 @@ class InitialValues:
         self.missing = set(load.info.missing_keys) | {name for name, *_ in load.info.mismatched_keys}
         self.tied = ties(load.model).keys()
         absent = self.missing - self.tied
-        # A quantizer may have put others in the place of some.
-        self.replaced = [
-            (path, built) for path, built in load.outermost if module_at(self.model, path) is built.module
-        ]
-        #: parameters that were given to a replacement with their values, in a model that somebody else has loaded
+        # A quantizer may have replaced some modules by others.
+        self.replaced = [item for item in load.outermost if module_at(self.model, item[0]) is item[1].module]
+        #: parameters that a replacement was given with their values, from a model that was loaded elsewhere
         self.given: dict[str, nn.Parameter] = {}
-        #: what the checkpoint lacks -> the innermost replacement that has it
+        #: parameter that the checkpoint lacks -> the innermost replacement that has it
         self.new: dict[str, tuple[str, Built]] = {}
-        under = tuple(inside(path) for path, _ in self.replaced)
-        self.drawn = {key for key in absent if not (under and key.startswith(under))}
-        self.lacks_experts = bool(self.drawn) and any(isinstance(each, Matrices) for each in self._drawn_whole())
+        prefixes = tuple(inside(path) for path, _ in self.replaced)
+        #: parameters outside of replacements, which transformers initialises
+        self.drawn = {key for key in absent if not (prefixes and key.startswith(prefixes))}
+        self.lacks_experts = bool(self.drawn) and any(isinstance(item, Matrices) for item in self._drawn_layouts())
         self.random_state = torch.get_rng_state()
-        self.buffers = {key: each for path, built in self.replaced for key, each in self._kept(path, built.module)}
+        self.buffers = {
+            key: buffer for path, built in self.replaced for key, buffer in self._computed(path, built.module)
+        }
         for buffer in self.buffers.values():
             mark_initialized(buffer)
-        for path, built in sorted(self.replaced, key=lambda each: each[0].count(".")) if absent else ():
+        for path, built in sorted(self.replaced, key=lambda item: item[0].count(".")) if absent else ():
             for key, parameter in named_parameters(built.module, path):
                 if key in absent and parameter.device.type != "meta":
                     self.given[key] = parameter
                 elif key in absent:
                     self.new[key] = path, built
 
-    def put_back(self, load_config: Any) -> None:
-        """After transformers has filled in what it takes for missing.
+    def restore(self, load_config: Any) -> None:
+        """Restore the values, after transformers has initialised the weights that it takes for missing.
 
         Raises:
-            PatchConstructionError: what `__init__` gives to a new weight can't be known.
+            PatchConstructionError: the initial value of a new weight can't be known.
         """
         self.config, self.device_map = load_config, load_config.device_map or {"": "cpu"}
-        for key, tensor in self._experts().items() if self.lacks_experts else ():
+        for key, tensor in self._expert_values().items() if self.lacks_experts else ():
             parameter = self.model.get_parameter(key)  # which may be tied
             if type(parameter) is nn.Parameter and not parameter.is_meta and not isinstance(parameter.data, DTensor):
                 parameter.data.copy_(tensor)
             else:
-                self._put(key, nn.Parameter(tensor, parameter.requires_grad))
+                self._assign(key, nn.Parameter(tensor, parameter.requires_grad))
         for key, parameter in self.given.items():
             if self._device(key) == parameter.device:
                 _set(self.model, key, parameter)  # the very object
             else:
-                self._put(key, parameter)
+                self._assign(key, parameter)
         for path, built in dict.fromkeys(self.new.values()):
-            module = self._built_again(path, built)
-            for key, (owner, _) in self.new.items():
-                if owner == path and (value := self._initial(built, module, path, key)) is not None:
-                    self._put(key, value)
-            # What is random was drawn anew, for buffers and attributes as for the weights that belong to them.
-            self.buffers |= dict(self._kept(path, module))
-            for name, part in module.named_modules():
-                first = module_at(built.module, name)
-                if first is not None and type(first) is type(part):  # not a quantizer's, or a fusion's
-                    first.__dict__.update((each, held) for each, held in attributes(part) if _is_of_tensors(held))
+            self._initialise(path, built)
         for key, buffer in self.buffers.items():
             tensor = buffer.detach()
             set_module_tensor_to_device(self.model, key, self._device(key), value=tensor, dtype=tensor.dtype)
@@ -142,38 +134,51 @@ class InitialValues:
         for path, built in self.replaced:
             for name, module in built.module.named_modules(prefix=path):
                 device = self._device(f"{name}.")
-                for attribute, held in list(attributes(module)):
-                    module.__dict__[attribute] = _moved(held, device)
+                for attribute, value in list(attributes(module)):
+                    module.__dict__[attribute] = _to_device(value, device)
 
     def _device(self, key: str) -> Any:
         return get_device(self.device_map, key, valid_torch_device=True)
 
-    def _kept(self, path: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """The buffers of a replacement with values that no checkpoint brings."""
+    def _computed(self, path: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the buffers of a replacement that aren't read from the checkpoint."""
         for key, buffer in _buffers(path, module):
             owner, _, name = key.rpartition(".")
             if key in self.missing or name in self.model.get_submodule(owner)._non_persistent_buffers_set:
                 yield key, buffer
 
-    def _built_again(self, path: str, built: Built) -> nn.Module:
-        """A replacement, built once more for its new weights."""
+    def _initialise(self, path: str, built: Built) -> None:
+        """Give the new weights of a replacement the values of one that is built once more."""
+        module = self._build_again(path, built)
+        for key, (owner, _) in self.new.items():
+            if owner == path and (value := self._initial_value(built, module, path, key)) is not None:
+                self._assign(key, value)
+        # Random values were drawn anew, also in buffers and attributes that belong to these weights.
+        self.buffers |= dict(self._computed(path, module))
+        for name, part in module.named_modules():
+            first = module_at(built.module, name)
+            if first is not None and type(first) is type(part):  # not a quantizer's, or a fusion's
+                first.__dict__.update((key, value) for key, value in attributes(part) if _holds_tensors(value))
+
+    def _build_again(self, path: str, built: Built) -> nn.Module:
+        """Build a replacement once more, with values for its new weights."""
         names = [(inside(path) + name, number) for name, number in built.numbers.items()]
-        brought = {number for key, number in names if key not in self.missing or key in self.tied}
+        read = {number for key, number in names if key not in self.missing or key in self.tied}
         construction = Construction(self.load.rules, is_skeleton=True)
         dtype = self.config.dtype
         default = local_torch_dtype(dtype) if dtype is not None and dtype.is_floating_point else nullcontext()
         with default, building(construction):
-            return construction.build_again(built, MetaInit(to_meta=True, moved=brought))
+            return construction.build_again(built, MetaInit(to_meta=True, moved=read))
 
-    def _initial(self, built: Built, module: nn.Module, path: str, key: str) -> nn.Parameter | None:
-        """What `__init__` has given to a new weight; None if the model has something of a quantizer in its place.
+    def _initial_value(self, built: Built, module: nn.Module, path: str, key: str) -> nn.Parameter | None:
+        """Return the initial value of a new weight; None if a quantizer has replaced it.
 
         Raises:
-            PatchConstructionError: it was computed from what has no value, or `__init__` makes another one each time.
+            PatchConstructionError: it was computed from a tensor without values, or `__init__` isn't repeatable.
         """
         expected = self.model.get_parameter(key)
         value = dict(named_parameters(module, path)).get(key)
-        if type(one_piece(expected)) not in (nn.Parameter, torch.Tensor, type(value)):
+        if type(local_tensor(expected)) not in (nn.Parameter, torch.Tensor, type(value)):
             return None
         if value is None or value.shape != expected.shape:
             raise PatchConstructionError(
@@ -185,13 +190,13 @@ class InitialValues:
             raise without_value(built.replacement, key)
         return value
 
-    def _put(self, key: str, value: nn.Parameter) -> None:
-        value = like(value, split_like(value.data.to(self._device(key)), self.model.get_parameter(key)))
+    def _assign(self, key: str, value: nn.Parameter) -> None:
+        value = like(value, distribute_like(value.data.to(self._device(key)), self.model.get_parameter(key)))
         _set(self.model, key, value)
         self._offload(key, value.data)
 
     def _offload(self, key: str, value: torch.Tensor) -> None:
-        """Put on the disk what the device map wants there: transformers does it with what it has read."""
+        """Write a tensor to disk if the device map says so, as transformers does with those that it reads."""
         index, folder = self.load.disk_index, self.config.disk_offload_folder
         if index is None or get_device(self.device_map, key) != "disk":
             return
@@ -205,54 +210,52 @@ class InitialValues:
 
     # --- experts that the checkpoint lacks -----------------------------------------------------------------------
 
-    def _drawn_whole(self) -> list[Layout]:
-        """The layouts of fusions of which the checkpoint has nothing."""
-        layouts = (layout for each in fused_modules(self.model) for layout in each.fused)
+    def _drawn_layouts(self) -> list[Layout]:
+        """Return the layouts of fusions of which the checkpoint has nothing."""
+        layouts = (layout for carrier in fused_modules(self.model) for layout in carrier.fused)
         return [layout for layout in layouts if self.drawn.issuperset(layout.fused)]
 
-    def _experts(self) -> dict[str, torch.Tensor]:
-        """What was missing where experts were, by the names of the patched model, as transformers draws it.
+    def _expert_values(self) -> dict[str, torch.Tensor]:
+        """Draw the missing weights outside of replacements on a stock model, from the random state of before.
 
-        It draws parameter by parameter, in the order of the model. A stack of experts is one of them, and would be
-        many layers drawn one after the other. So all that is missing is drawn once more, from the random state of
-        before, on a model of transformers; the random state is that of transformers then.
+        Stock draws a stack of experts as one parameter; here its layers would be drawn one after the other.
         """
-        layouts, model_class = self._drawn_whole(), self.load.record.model_class
+        layouts, model_class = self._drawn_layouts(), self.load.record.model_class
         others = self.drawn - {name for layout in layouts for name in layout.fused}
         torch.set_rng_state(self.random_state)
         with construction_lock.held_for(model_class.__name__):
             stock = skeleton(model_class, self.model.config)
             names = {name for layout in layouts for name in layout.stock}
-            drawn = _initial_values(stock, names | others, self.config.dtype)
-        result = {name: drawn[name] for name in others if name in drawn}
+            drawn = _draw(stock, names | others, self.config.dtype)
+        values = {name: drawn[name] for name in others if name in drawn}
         for layout in layouts:
-            result |= zip(layout.fused, layout.fuse([drawn[name] for name in layout.stock]), strict=True)
-        return result
+            values |= zip(layout.fused, layout.fuse([drawn[name] for name in layout.stock]), strict=True)
+        return values
 
 
 @torch.no_grad()
-def _initial_values(model: PreTrainedModel, wanted: set[str], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """What transformers initialises parameters of a model with, which is on meta, as it does for missing ones."""
-    found: dict[str, nn.Parameter] = {}
+def _draw(model: PreTrainedModel, names: set[str], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Initialise some parameters of a model on meta, as transformers initialises missing ones."""
+    parameters: dict[str, nn.Parameter] = {}
     for path, module in named_modules(model):
-        # A module may initialise what its parts have.
-        if not any(name.startswith(inside(path)) for name in wanted):
+        # A module may initialise the parameters of its submodules.
+        if not any(name.startswith(inside(path)) for name in names):
             mark_initialized(module)
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             key = inside(path) + name
-            if key in wanted and isinstance(tensor, nn.Parameter):
+            if key in names and isinstance(tensor, nn.Parameter):
                 kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
                 value = nn.Parameter(torch.empty(tensor.shape, dtype=kind, device="cpu"))
-                found[key] = module._parameters[name] = value
+                parameters[key] = module._parameters[name] = value
             elif tensor is not None:
                 mark_initialized(tensor)
     model.initialize_weights()  # type: ignore[no-untyped-call]
-    return {name: parameter.data for name, parameter in found.items()}
+    return {name: parameter.data for name, parameter in parameters.items()}
 
 
 @contextmanager
-def keeping_computed(replacements: Iterable[nn.Module]) -> Iterator[None]:
-    """Keep transformers' initialisation away from the buffers that replacements have computed."""
+def preserve_computed_buffers(replacements: Iterable[nn.Module]) -> Iterator[None]:
+    """Keep transformers from initialising the buffers that replacements have computed."""
     buffers = [buffer for module in replacements for _, buffer in _buffers("", module)]
     fresh = [buffer for buffer in buffers if not is_initialized(buffer)]
     for buffer in fresh:
@@ -264,14 +267,14 @@ def keeping_computed(replacements: Iterable[nn.Module]) -> Iterator[None]:
             forget_initialized(buffer)
 
 
-def _is_of_tensors(value: Any) -> bool:
+def _holds_tensors(value: Any) -> bool:
     """Whether a plain attribute holds tensors, and no parameter."""
-    held = tensors_in(value, lambda module: True)
-    return bool(held) and not any(isinstance(each, nn.Parameter) for each in held)
+    tensors = tensors_in(value, lambda module: True)
+    return bool(tensors) and not any(isinstance(tensor, nn.Parameter) for tensor in tensors)
 
 
 def module_at(module: nn.Module, path: str) -> nn.Module | None:
-    """The part of a module at a path, if there is one."""
+    """Return the submodule at a path, None if there is none."""
     try:
         return module.get_submodule(path)
     except AttributeError:
@@ -289,14 +292,14 @@ def _buffers(path: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
             yield key, buffer
 
 
-def _moved(value: Any, device: Any) -> Any:
-    """The value of a plain attribute, with the tensors in it moved: alone or in a list, tuple or dict."""
+def _to_device(value: Any, device: Any) -> Any:
+    """Move the tensors of a plain attribute: one alone, or in a list, tuple or dict."""
     if isinstance(value, torch.Tensor):
         return value if value.device.type == "meta" else value.to(device)
     if type(value) in (list, tuple, dict):
         items: Iterable[Any] = value.values() if isinstance(value, dict) else value
         if any(isinstance(item, torch.Tensor) for item in items):
             if isinstance(value, dict):
-                return {key: _moved(item, device) for key, item in value.items()}
-            return type(value)(_moved(item, device) for item in value)
+                return {key: _to_device(item, device) for key, item in value.items()}
+            return type(value)(_to_device(item, device) for item in value)
     return value

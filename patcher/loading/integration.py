@@ -1,7 +1,7 @@
-"""What other libraries do with models, as far as a load or a save of ours has to follow.
+"""Integrations: how loads and saves follow what other libraries do with models.
 
-The core knows no library by name. An integration registers itself, and can be left out: then that library meets a
-patched model as it meets any other.
+The core doesn't know the libraries. An integration registers itself, and can be left out: then its library meets a
+patched model like any other.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
     from patcher.loading.load import Constructed, Selected
 
 
-#: Path of a module that an adapter is around -> it, and what makes it with the adapter merged into it, if it does.
+#: Path of an adapted module -> (its base layer, a function that returns it with the adapter merged, or None).
 Adapted: TypeAlias = "Mapping[str, tuple[nn.Module, Callable[[], nn.Module] | None]]"
 
 
 @dataclass(frozen=True)
 class Integration:
-    """What one library needs.
+    """The hooks of one library.
 
     Attributes:
-        seams: its own places at which functions of ours are called.
-        on_constructed: is called when the modules of a load have been made, and raises for what can't be.
-        on_routed: the same when it is known what reads and converts the weights; the quantizer is given as well.
-        on_saved: gives a context for a save; it is given the arguments of `save_pretrained`, which it may change.
-        adapted: gives the modules that adapters are around, for weights that stream: without the adapters, or (True)
-            merged with them. The model stays what it is. The last argument is the module that was given, which the
-            model may be inside of.
+        seams: the places of the library at which functions of ours are called.
+        on_constructed: called when the modules of a load are constructed; raises for what the library doesn't support.
+        on_routed: the same when the conversions are selected; the second argument is the quantizer.
+        on_saved: returns a context for a save; called with the arguments of `save_pretrained`, which it may change.
+        adapted: returns the modules with adapters, for streams of weights: without the adapters, or merged with them
+            if the second argument is True. The model isn't changed. The last argument is the module that was passed,
+            which may contain the model.
     """
 
     name: str
     seams: tuple[Seam, ...] = ()
     on_constructed: Callable[[Constructed], object] = lambda load: None
     on_routed: Callable[[Selected, Any], object] = lambda load, quantizer: None
-    on_saved: Callable[[PreTrainedModel, dict[str, Any]], AbstractContextManager[Any]] = lambda model, given: (
+    on_saved: Callable[[PreTrainedModel, dict[str, Any]], AbstractContextManager[Any]] = lambda model, arguments: (
         nullcontext()
     )
     adapted: Callable[[nn.Module, bool, nn.Module], Adapted] = lambda model, merged, around: {}
@@ -62,11 +62,11 @@ def register(integration: Integration) -> None:
 
 
 def install_seams_of(name: str) -> None:
-    """Install the seams of an integration whose modules have been imported since it was registered."""
+    """Install the seams of an integration whose modules were imported after it was registered."""
     if name in _registered:
         install(_registered[name].seams)
 
 
 def integrations() -> tuple[Integration, ...]:
-    """Those that are registered."""
+    """Return the registered integrations."""
     return tuple(_registered.values())

@@ -1,4 +1,4 @@
-"""The runtime layout on disk: weights that only a load which knows their layout may find.
+"""The runtime layout on disk: weights in files that only a load which knows their layout finds.
 
 `save_pretrained(..., save_original_format=False)` of a fused model writes its weights as the variant `patcher`, and
 the names of the fusions into `config.json`:
@@ -6,9 +6,9 @@ the names of the fusions into `config.json`:
     config.json                    {"fusion_config": {"patcher": ["qkv"]}, ...}
     model.patcher.safetensors      or model.patcher-00001-of-00002.safetensors, ..., and their index
 
-Whoever knows nothing of that looks for `model.safetensors`, finds none, and says so; that is so for every release of
-transformers, with whatever `config=`, `fusion_config=` or class. Our hook goes by the file beside the weights and by
-nothing else, for a config that is given says nothing of how they lie.
+Without this package, every release of transformers looks for `model.safetensors` and reports that there is none, with
+whatever `config=`, `fusion_config=` or class. Our hook goes by the files alone, since a config that is passed says
+nothing about their layout.
 """
 
 from __future__ import annotations
@@ -25,57 +25,51 @@ from patcher.fusions.config import names_in_file
 
 
 def fusions_of_layout(path: Any, options: Mapping[str, Any], variant: str | None = None) -> list[str]:
-    """The fusions of the runtime layout that a load reads from here; none where it reads a checkpoint by other names.
-
-    Args:
-        path: a folder, a repo, or a file of weights.
-        options: the keyword arguments of `from_pretrained`, some of which say where on the hub the files are.
-        variant: what the load asks for.
+    """Return the fusions of the runtime layout that a load reads from a folder, repo or file; none for other weights.
 
     Raises:
-        PatchedWeightsError: it can't be known what the weights are: no config names their fusions, or there are others
-            beside them.
+        PatchedWeightsError: the layout can't be known: no config names its fusions, or there are other weights too.
     """
     if path is None or variant not in (None, VARIANT):
         return []
-    is_folder = os.path.isdir(path)  # noqa: PTH112 - quicker, and every load asks
-    if is_folder and not _found(path, options, VARIANT):
-        return []  # most loads, so at the cost of two looks into the folder
+    is_folder = os.path.isdir(path)  # noqa: PTH112 - quicker, and every load calls this
+    if is_folder and not _files(path, options, VARIANT):
+        return []  # most loads, so at the cost of two look-ups in the folder
     if not is_folder and is_layout((file := Path(path)).name) and file.is_file():
-        return _named(names_in_file(file.parent, {}), file, file.parent)
+        return _check_named(names_in_file(file.parent, {}), file, file.parent)
     names = names_in_file(path, options)
     if not is_folder and not names and variant is None:
-        return []  # most loads from the hub, which is queried for nothing else
-    ours, default = _found(path, options, VARIANT), _found(path, options, None)
-    if not ours or (not names and default and variant is None):
-        return []  # of a later save, by a process without this package
-    names = _named(names, ours[0], path)
+        return []  # most loads from the hub, without further requests
+    in_layout, default = _files(path, options, VARIANT), _files(path, options, None)
+    if not in_layout or (not names and default and variant is None):
+        return []  # the default files were saved later, by a process without this package
+    names = _check_named(names, in_layout[0], path)
     if default:
         raise PatchedWeightsError(
-            f"{path} holds weights twice: {ours[0]}, in the runtime layout that its config.json names, and "
+            f"{path} holds weights twice: {in_layout[0]}, in the runtime layout that its config.json names, and "
             f"{default[0]}. Which of them belong to that config.json can't be known. Delete one of them; without "
-            f'{ours[0]} take "fusion_config" out of config.json as well.'
+            f'{in_layout[0]} take "fusion_config" out of config.json as well.'
         )
     return names
 
 
-def _found(path: Any, options: Mapping[str, Any], variant: str | None) -> list[str]:
+def _files(path: Any, options: Mapping[str, Any], variant: str | None) -> list[str]:
     names = whole_names(variant)[: 2 if variant == VARIANT else None]  # never as .bin
     return [name for name in names if has_file(path, name, options)]
 
 
-def _named(names: list[str], weights: str | Path, where: Any) -> list[str]:
+def _check_named(names: list[str], weights: str | Path, where: Any) -> list[str]:
     if names:
         return names
     raise PatchedWeightsError(
         f"{weights} holds weights in a runtime layout, and the config.json in {where} doesn't name the fusions that "
-        'made it. Give that file its "fusion_config": {"patcher": [...]} back, as save_pretrained(..., '
+        'made it. Restore "fusion_config": {"patcher": [...]} in that file, as save_pretrained(..., '
         "save_original_format=False) has written it, or save the model again."
     )
 
 
-def check_place(variant: str | None, *, is_pushed: bool, in_layout: bool) -> None:
-    """Raise for a variant that a save can't be, and for a repo where a runtime layout may lie beside other weights."""
+def check_save_options(variant: str | None, *, is_pushed: bool, in_layout: bool) -> None:
+    """Raise for a variant that a save doesn't support, and for uploads of a runtime layout beside other weights."""
     if in_layout and variant is not None:
         raise InvalidPatcherError(
             f"variant={variant!r} was requested together with save_original_format=False: weights in a runtime layout "
@@ -95,14 +89,8 @@ def check_place(variant: str | None, *, is_pushed: bool, in_layout: bool) -> Non
         )
 
 
-def remove_others(folder: str | os.PathLike[str], *, in_layout: bool) -> None:
-    """Remove what earlier saves have left of the weights in a folder, where one has just written others.
-
-    Shards of earlier saves in the same format transformers itself has removed.
-
-    Args:
-        in_layout: whether the weights that lie there now are in a runtime layout.
-    """
+def remove_stale_weights(folder: str | os.PathLike[str], *, in_layout: bool) -> None:
+    """Remove weights of earlier saves in the other format; transformers has removed stale shards of the same one."""
     names = {file.name for file in Path(folder).iterdir()} if Path(folder).is_dir() else set()
     if in_layout:
         single, index = whole_names(VARIANT)[:2]
@@ -115,7 +103,7 @@ def remove_others(folder: str | os.PathLike[str], *, in_layout: bool) -> None:
 
 
 def remove_weights(folder: str | os.PathLike[str]) -> None:
-    """Remove the weights from a folder: they were written wrong."""
+    """Remove all weights from a folder, after a save that wrote wrong ones."""
     for file in Path(folder).iterdir():
         if file.suffix in (".safetensors", ".bin") or is_layout(file.name) or is_default(file.name):
             file.unlink()

@@ -1,11 +1,11 @@
-"""Weights that only a patcher declares: named in the metadata of the files that have them, and kept by themselves.
+"""Weights that only a patcher declares: named in the metadata of checkpoint files, and saved separately.
 
     adapter.weight  -->  model.safetensors, metadata: {"patcher_new_weights": '{"of": "mine", "names": [...]}'}
                     -->  save_new_weights(model, folder): new_weights.safetensors, patcher.json, README.md
 
-Transformers ignores what it finds in a checkpoint and the model doesn't have, with a line in a table: a model whose
-trained adapter is read by somebody without the patcher would compute as if it had none. A file without metadata (a
-`.bin`, or what another tool has written) names nothing: there that table is the only sign.
+transformers ignores tensors of a checkpoint that the model doesn't have, with a line in a table of its log: without
+the patcher, a model would compute as if it had no adapter. Files without this metadata (`.bin`, or those that other
+tools wrote) name no new weights, so the table is the only sign.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from transformers import PreTrainedModel
 
 from patcher.compat.conversions import stock_revert
 from patcher.compat.models import named_parameters, state_tensors, state_to_save
-from patcher.construction.in_force import FUSION_CONFIG, LAYOUT
+from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, REGISTRY
 from patcher.errors import InvalidPatcherError, PatchedWeightsError, warn
 from patcher.expressions import search
-from patcher.layouts.sharded import on_meta, split_like, whole
-from patcher.loading.findings import ordered
-from patcher.loading.judgement import expressions_for
+from patcher.layouts.sharded import distribute_like, full_tensor, to_meta
+from patcher.loading.findings import sort_names
 from patcher.loading.load import Loaded, Request
+from patcher.loading.reading import expressions_for
 from patcher.loading.record import record_of
 from patcher.loading.saving import SavePlan, plan_original_format
 from patcher.patterns import compress
@@ -45,7 +45,7 @@ FILE_NAME = "new_weights.safetensors"
 
 
 def save_new_weights(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
-    r"""Save only the weights that the model's patcher declares as new, with the patcher beside them.
+    r"""Save only the weights that the model's patcher declares as new, and the patcher.
 
     >>> import tempfile
     >>> from torch.nn import LayerNorm
@@ -58,9 +58,9 @@ def save_new_weights(model: PreTrainedModel, folder: str | os.PathLike[str]) -> 
     ...     save_new_weights(model, folder)
     ...     load_new_weights(model, folder)
 
-    As an adapter is kept: a base model, and one such folder for each thing that it was trained for. The folder has
+    Like adapters: one base model, and such a folder for each task that it was trained for. The folder contains
     `new_weights.safetensors`, by the names of the model's parameters, `patcher.json` for `Patcher.load`, and a model
-    card. Of a model that is split over processes each has to call it; one writes.
+    card. If a model is split over processes, each of them has to call this, and one writes.
 
     Raises:
         InvalidPatcherError: the model has no weights that a patcher declares as new, or its patcher can't be written
@@ -74,18 +74,18 @@ def save_new_weights(model: PreTrainedModel, folder: str | os.PathLike[str]) -> 
         )
     patcher, state = _patcher_of(model), state_tensors(model)
     data = patcher.to_dict()
-    tensors = {name: whole(state[name]).detach().to("cpu").contiguous() for name in names}
+    tensors = {name: full_tensor(state[name]).detach().to("cpu").contiguous() for name in names}
     if distributed.is_initialized() and distributed.get_rank() != 0:
         return
     serialization.write(data, folder)
-    metadata = named_in_metadata({"format": "pt"}, names, names, model)
+    metadata = metadata_with_new_weights({"format": "pt"}, names, names, model)
     save_file(tensors, Path(folder, FILE_NAME), metadata=metadata)
     sort_metadata(Path(folder, FILE_NAME))
     Path(folder, "README.md").write_text(_card(model, patcher, names), encoding="utf-8")
 
 
 def load_new_weights(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
-    r"""Write what `save_new_weights` has saved into a model with the same patcher, in place.
+    r"""Load the weights of `save_new_weights` into a model with the same patcher, in place.
 
     >>> import tempfile, torch
     >>> from torch.nn import LayerNorm
@@ -101,11 +101,11 @@ def load_new_weights(model: PreTrainedModel, folder: str | os.PathLike[str]) -> 
     >>> torch.equal(other.model.norm.bias, first.model.norm.bias)
     True
 
-    The base weights stay, so that several such folders can take turns on one model; see `save_new_weights`. The model
-    is loaded with `patcher=Patcher.load(folder, allowed=[...])`, or with the patcher that it was saved from.
+    The base weights don't change, so several such folders can be used in turn with one model. Load the model with
+    `patcher=Patcher.load(folder, allowed=[...])`, or with the patcher of the model that was saved.
 
     Raises:
-        InvalidPatcherError: the folder has none, or the model was patched by another patcher.
+        InvalidPatcherError: the folder has no new weights, or the model was patched by another patcher.
         PatchedWeightsError: names or shapes aren't those of the model's new weights. Nothing was written.
     """
     path = Path(folder, FILE_NAME)
@@ -116,21 +116,21 @@ def load_new_weights(model: PreTrainedModel, folder: str | os.PathLike[str]) -> 
             f"{path} can't be read ({type(error).__name__}: {str(error)[:300]}). Give the folder that "
             "patcher.save_new_weights(model, folder) has written."
         ) from error
-    saved, own = serialization.read(folder, {}), _patcher_of(model).to_dict()
-    differing = {name for name in {**own, **saved} if own.get(name) != saved.get(name)} - _SAYS_NOTHING
+    saved, current = serialization.read(folder, {}), _patcher_of(model).to_dict()
+    differing = {name for name in {**current, **saved} if current.get(name) != saved.get(name)} - _IRRELEVANT
     if differing:
         raise InvalidPatcherError(
             f"The weights in {folder} are those of a patcher with other {', '.join(sorted(differing))} than that of "
             f"the model. Load the model with patcher=Patcher.load({os.fspath(folder)!r}, allowed=[...])."
         )
     state = state_tensors(model)
-    wanted = {name: state[name] for name in new_weights(model).values()}
-    problems = [f"missing: {each}" for each in compress(sorted(wanted.keys() - tensors.keys()))]
-    problems += [f"left over: {each}" for each in compress(sorted(tensors.keys() - wanted.keys()))]
+    expected = {name: state[name] for name in new_weights(model).values()}
+    problems = [f"missing: {name}" for name in compress(sorted(expected.keys() - tensors.keys()))]
+    problems += [f"left over: {name}" for name in compress(sorted(tensors.keys() - expected.keys()))]
     problems += [
-        f"of another shape: {name}: found {tuple(tensor.shape)}, expected {tuple(wanted[name].shape)}"
+        f"of another shape: {name}: found {tuple(tensor.shape)}, expected {tuple(expected[name].shape)}"
         for name, tensor in tensors.items()
-        if name in wanted and tensor.shape != wanted[name].shape
+        if name in expected and tensor.shape != expected[name].shape
     ]
     if problems:
         raise PatchedWeightsError(
@@ -139,53 +139,51 @@ def load_new_weights(model: PreTrainedModel, folder: str | os.PathLike[str]) -> 
         )
     with torch.no_grad():
         for name, tensor in tensors.items():
-            wanted[name].copy_(split_like(tensor.to(wanted[name].dtype), wanted[name]))
+            parameter = expected[name]
+            parameter.copy_(distribute_like(tensor.to(parameter.dtype), parameter))
 
 
-#: What a patcher may have in other ways, and its new weights mean the same.
-_SAYS_NOTHING = frozenset({"name", "transformers", "fingerprints", "strict"})
+#: Fields of a patcher that don't matter for its new weights.
+_IRRELEVANT = frozenset({"name", "transformers", "fingerprints", "strict"})
 
 
 def _patcher_of(model: nn.Module) -> Patcher:
-    """The patchers that a model was loaded with, as one."""
+    """Return the patchers that a model was loaded with, as one."""
     record = record_of(model)
     entries = () if record is None else record.in_force
-    own = [each.patcher for each in entries if not each.is_registry and each.origin not in (LAYOUT, FUSION_CONFIG)]
-    return functools.reduce(operator.or_, own) if own else Patcher()
+    excluded = (REGISTRY, LAYOUT, FUSION_CONFIG)
+    patchers = [entry.patcher for entry in entries if entry.origin not in excluded]
+    return functools.reduce(operator.or_, patchers) if patchers else Patcher()
 
 
 def new_weights(model: PreTrainedModel, plan: SavePlan | None = None) -> dict[str, str]:
-    """Name in the checkpoint -> parameter, of what patchers declare as new and the stock model doesn't have.
-
-    Args:
-        plan: how the model is saved in the original format, if that is known.
-    """
+    """Return name in the checkpoint -> parameter, for weights that patchers declare as new."""
     record, expressions = record_of(model), _patcher_of(model).new_weights
     if record is None or not expressions:
         return {}
     stock = skeleton(record.model_class, model.config)
     known = stock_revert(stock, dict(stock.state_dict())).keys()
-    given = {name: on_meta(value) for name, value in state_to_save(model).items()}
-    owners = {id(value): name for name, value in given.items()}
-    made = (plan or plan_original_format(model)).saved_state_dict(given)
-    new = {name: owners[id(value)] for name, value in made.items() if name not in known and id(value) in owners}
+    state = {name: to_meta(value) for name, value in state_to_save(model).items()}
+    names = {id(value): name for name, value in state.items()}
+    saved = (plan or plan_original_format(model)).saved_state_dict(state)
+    new = {key: names[id(value)] for key, value in saved.items() if key not in known and id(value) in names}
     return {
-        name: own
-        for name, own in new.items()
-        if own in record.new_weights or any(search(each, own) for each in expressions)
+        key: name
+        for key, name in new.items()
+        if name in record.new_weights or any(search(text, name) for text in expressions)
     }
 
 
-def named_in_metadata(
+def metadata_with_new_weights(
     metadata: Mapping[str, str] | None, new: Iterable[str], tensors: Iterable[str], model: nn.Module
 ) -> dict[str, str]:
-    """The metadata of a file that is about to be written, with the new weights that it has."""
+    """Return the metadata of a file that is about to be written, with the names of its new weights."""
     names = sorted(set(new).intersection(tensors))
     return {**(metadata or {}), METADATA: json.dumps({"of": _patcher_of(model).name, "names": names})}
 
 
 def sort_metadata(path: str | os.PathLike[str]) -> None:
-    """Put the metadata of a file in order: safetensors writes it in any, so that no two saves would be the same."""
+    """Sort the metadata of a file: safetensors writes it in random order, so saves would differ."""
     with Path(path).open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -197,26 +195,26 @@ def sort_metadata(path: str | os.PathLike[str]) -> None:
 
 
 def _read(paths: Iterable[str]) -> dict[str, str]:
-    """The new weights that files name -> the name of the patcher that they are of."""
-    found: dict[str, str] = {}
+    """Return new weight -> name of its patcher, as named in the metadata of files."""
+    names: dict[str, str] = {}
     for path in paths:
         if not str(path).endswith(".safetensors"):
             continue
-        with safe_open(path, framework="np") as file:  # as "pt", but it maps a file larger than the memory too
+        with safe_open(path, framework="np") as file:  # unlike "pt", it can map a file larger than the memory
             text = (file.metadata() or {}).get(METADATA)
         try:
-            read = json.loads(text) if text else {"of": "", "names": []}
-            found |= dict.fromkeys(map(str, read["names"]), str(read["of"]))
+            values = json.loads(text) if text else {"of": "", "names": []}
+            names |= dict.fromkeys(map(str, values["names"]), str(values["of"]))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise PatchedWeightsError(
                 f"{path} has metadata {METADATA!r} that can't be read ({type(error).__name__}). Save the model again "
                 "with the patcher that it is of."
             ) from error
-    return found
+    return names
 
 
 def check_new_weights(load: Request, unexpected: Iterable[str]) -> Request:
-    """Raise for new weights in the files of a load that go nowhere; note in its record those that it has."""
+    """Raise for new weights in the files of a load that it doesn't use, and record those that it does."""
     declared = [text for entry in load.in_force for text in entry.patcher.new_weights]
     unexpected = list(unexpected)
     if not (load.files and (unexpected or declared)):
@@ -227,14 +225,14 @@ def check_new_weights(load: Request, unexpected: Iterable[str]) -> Request:
         key
         for key in unexpected
         if any(f".{name}".endswith(f".{key}") or f".{key}".endswith(f".{name}") for name in new)
-        and not any(search(each, key) for each in dropped)
+        and not any(search(text, key) for text in dropped)
     ]
     if lost:
         of = " and ".join(sorted({repr(name) if name else "a patcher without a name" for name in new.values()}))
         text = "\n".join(
             (
                 "The checkpoint has weights that a patcher has added, and this load has no place for them:",
-                *(f"  {key}" for key in compress(ordered(lost))),
+                *(f"  {key}" for key in compress(sort_names(lost))),
                 f"They are of {of}. Load the model with that patcher, from_pretrained(..., patcher=patcher); or leave "
                 f"them out: patcher=Patcher(dropped_weights={expressions_for({*lost}, ())!r}).",
             )
@@ -244,10 +242,10 @@ def check_new_weights(load: Request, unexpected: Iterable[str]) -> Request:
         warn(text)
     if not isinstance(load, Loaded):
         return load
-    own = {name for name, _ in named_parameters(load.model)}
-    kept = [name for name in own.intersection(new) if any(search(each, name) for each in declared)]
-    names = ordered({*load.record.new_weights, *kept})
-    return replace(load, record=replace(load.record, new_weights=names))
+    names = {name for name, _ in named_parameters(load.model)}
+    read = [name for name in names.intersection(new) if any(search(text, name) for text in declared)]
+    record = replace(load.record, new_weights=sort_names({*load.record.new_weights, *read}))
+    return replace(load, record=record)
 
 
 def _card(model: PreTrainedModel, patcher: Patcher, names: Iterable[str]) -> str:
@@ -273,6 +271,6 @@ def _card(model: PreTrainedModel, patcher: Patcher, names: Iterable[str]) -> str
         "",
         "Weights:",
         "",
-        *(f"- `{each}`" for each in compress(sorted(names))),
+        *(f"- `{name}`" for name in compress(sorted(names))),
     ]
     return "\n".join(lines) + "\n"

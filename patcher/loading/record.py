@@ -1,4 +1,4 @@
-"""What a model remembers of how it was patched: enough to save it, to report on it, and to go back."""
+"""The record of a patched model: enough to save it, to report on it, and to revert it."""
 
 from __future__ import annotations
 
@@ -26,19 +26,14 @@ RECORD = "_patcher_record"
 
 @dataclass(frozen=True)
 class PatchedModule:
-    """One module that is another than in transformers.
-
-    Attributes:
-        chosen: whether a `Patcher` says so rather than the process-wide registry, which wasn't written for this
-            very model.
-        fusion: the fusion that has made it, None for what a mapping has replaced.
-        layouts: which parameters of a fused module have become which.
-    """
+    """A module that was replaced or fused."""
 
     path: str
     original: type[nn.Module]
     replacement: type[nn.Module]
+    #: whether a `Patcher` chose it: the process-wide registry wasn't written for this very model
     chosen: bool = True
+    #: None for a replacement of a mapping
     fusion: str | Fusion | None = None
     layouts: tuple[Layout, ...] = ()
 
@@ -48,25 +43,25 @@ class PatchedModule:
 
 @dataclass(frozen=True, eq=False)
 class PatchRecord:
-    """Kept on the outermost model and on each of its sub-models."""
+    """The record on the outermost model, and in part on each of its sub-models."""
 
     model_class: type[PreTrainedModel]
     #: the patchers in force, the innermost first
     in_force: tuple[InForce, ...]
     modules: tuple[PatchedModule, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
-    #: path -> the fusion of a module that has been un-fused since
+    #: path -> the fusion of a module that has been unfused since
     unfused: Mapping[str, str | Fusion] = field(default_factory=dict)
-    #: (function, what is called in its place, the classes that call it) of each function that is replaced
+    #: (function, replacement, the classes that call it) of each function that is replaced
     functions: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
     #: (key of a mapping, the classes or functions that it matched)
     rules: tuple[tuple[str, tuple[str, ...]], ...] = ()
     fusion_transforms: tuple[WeightTransform, ...] = ()
-    #: whether it is that of a model inside of another one
+    #: whether it is the record of a sub-model
     is_part: bool = False
-    #: whether a checkpoint in the original layout was read; otherwise the conversions are found when it is saved
+    #: whether a checkpoint in the original layout was read; otherwise conversions are found when the model is saved
     read: bool = False
-    #: what conversions of patchers have made in the load
+    #: the routes of the load that modules carry
     routes: tuple[Route, ...] = ()
     dropped: tuple[tuple[WeightTransform, str], ...] = ()
     new_weights: tuple[str, ...] = ()
@@ -80,36 +75,33 @@ class PatchRecord:
 
     @property
     def replaced(self) -> list[PatchedModule]:
-        """What mappings have put in place of others."""
-        return [each for each in self.modules if each.fusion is None]
+        """The replacements of mappings."""
+        return [item for item in self.modules if item.fusion is None]
 
     @property
     def fused(self) -> list[PatchedModule]:
-        """What fusions have made."""
-        return [each for each in self.modules if each.fusion is not None]
+        return [item for item in self.modules if item.fusion is not None]
 
     @property
     def fusions(self) -> list[str | Fusion]:
-        """The fusions that have made something, in the order of the patchers."""
-        named, made = (
-            (fusion for each in self.patchers for fusion in each.fusions),
-            {each.fusion for each in self.modules},
-        )
-        return [fusion for fusion in dict.fromkeys(named) if fusion in made]
+        """The fusions that fused a module, in the order of the patchers."""
+        effective = {item.fusion for item in self.modules}
+        requested = dict.fromkeys(fusion for patcher in self.patchers for fusion in patcher.fusions)
+        return [fusion for fusion in requested if fusion in effective]
 
     def replacements(self) -> list[tuple[str, type[nn.Module]]]:
-        """(path, class) of what mappings have put in place of others."""
-        return [(each.path, each.replacement) for each in self.replaced]
+        """Return the (path, class) pairs of the replacements of mappings."""
+        return [(item.path, item.replacement) for item in self.replaced]
 
     @property
     def paths_of_replacements(self) -> tuple[str, ...]:
-        """Where mappings, chosen for this model, have put others."""
-        return tuple(each.path for each in self.replaced if each.chosen)
+        """The paths of replacements, without those of the process-wide registry."""
+        return tuple(item.path for item in self.replaced if item.chosen)
 
     @property
     def added(self) -> list[WeightTransform]:
-        """The conversions that patchers have added, and their classes; those of fusions are others."""
-        return [each.transform for each in select_conversions((), self.patchers, replaced=self.replacements()).added]
+        """The conversions of patchers and of their classes, without those of fusions."""
+        return [item.transform for item in select_conversions((), self.patchers, replaced=self.replacements()).added]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchRecord:
         return self
@@ -123,20 +115,19 @@ def _unpickled_module(path: str, original: Any, replacement: Any, *rest: Any) ->
 
 
 def _unpickled(values: dict[str, Any]) -> PatchRecord:
-    importlib.import_module("patcher").install()  # so that the model saves there as it does here
+    importlib.import_module("patcher").install()  # so that the unpickled model saves like this one
     return PatchRecord(**values)
 
 
 def record_of(model: nn.Module) -> PatchRecord | None:
-    """The record of a patched model, or of a sub-model of one."""
+    """Return the record of a patched model, or of a sub-model of one."""
     return model.__dict__.get(RECORD)
 
 
-def keep_record(models: Iterable[tuple[str, PreTrainedModel]], record: PatchRecord) -> None:
-    """Put the record on the model, and on its sub-models what they need to be saved by themselves."""
+def store_record(models: Iterable[tuple[str, PreTrainedModel]], record: PatchRecord) -> None:
+    """Store the record on a model, and on its sub-models what they need to be saved separately."""
     for path, model in models:
-        part = _part(record, inside(path), stock_class(model)) if path else record
-        model.__dict__[RECORD] = part
+        model.__dict__[RECORD] = _part(record, inside(path), stock_class(model)) if path else record
 
 
 def _part(record: PatchRecord, prefix: str, model_class: Any) -> PatchRecord:
@@ -148,8 +139,8 @@ def _part(record: PatchRecord, prefix: str, model_class: Any) -> PatchRecord:
         functions=record.functions,
         rules=record.rules,
         modules=tuple(
-            replace(each, path=each.path.removeprefix(prefix))
-            for each in record.modules
-            if each.path.startswith(prefix)
+            replace(item, path=item.path.removeprefix(prefix))
+            for item in record.modules
+            if item.path.startswith(prefix)
         ),
     )

@@ -1,4 +1,4 @@
-"""The original checkpoint back: key for key, shape for shape, byte for byte."""
+"""Saving a model as the original checkpoint: key for key, shape for shape, byte for byte."""
 
 from __future__ import annotations
 
@@ -28,135 +28,131 @@ from patcher.errors import PatchedWeightsError
 from patcher.fusions.base import Fusion
 from patcher.layouts.carried import Carrier, carriers, fused_modules, separated
 from patcher.layouts.layouts import lies_in_blocks
-from patcher.layouts.sharded import on_meta
+from patcher.layouts.sharded import to_meta
 from patcher.layouts.transforms import describe, identity
-from patcher.loading.experts import named_as_in_checkpoint, reverted_from_scratch
+from patcher.loading.experts import default_revert, expert_checkpoint_names
 from patcher.loading.record import PatchRecord, record_of
-from patcher.loading.stock_view import carriers_in, from_scratch
+from patcher.loading.state_dicts import carriers_in, routes_from_scratch
 from patcher.patterns import compress, in_state_dict, inside
 from patcher.resolution.resolution import skeleton
 
 
 @dataclass(frozen=True, eq=False)
 class SavePlan:
-    """How one model is saved.
-
-    Attributes:
-        record: what was patched, None if nothing was.
-        carrying: the modules whose parameters are others than in transformers.
-        conversions: those of transformers, to be reversed.
-        order: the place of each key in what the stock model saves: it decides which shard a tensor goes to.
-        one_by_one: whether experts that the checkpoint has one by one are given as they are. What stock cuts from one
-            stack goes into one shard, so for files a stack is made.
-    """
+    """How one model is saved."""
 
     model: PreTrainedModel
     record: PatchRecord | None
     original_format: bool = True
     carrying: tuple[Carrier, ...] = ()
+    #: the conversions of transformers to reverse
     conversions: tuple[WeightTransform, ...] = ()
+    #: key -> its place in what the stock model saves, which decides on the shard of a tensor
     order: Mapping[str, int] = field(default_factory=dict)
-    one_by_one: bool = False
+    #: whether experts that the checkpoint has one by one are returned as they are in the model; not for files, since
+    #: stock saves what it splits from one stack into one shard
+    unstacks: bool = False
 
     @property
     def fusions(self) -> tuple[str | Fusion, ...]:
-        """Those in whose layout the weights are saved, none in the original format."""
+        """The fusions in whose layout the weights are saved, none in the original format."""
         return () if self.original_format or self.record is None else tuple(self.record.fusions)
 
     def saved_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The state dict as the stock model would save it."""
-        moved: dict[str, str] = {}
-        same: dict[str, str] = {}
-        # The load of a quantized checkpoint has read such layers as they are, and run no conversion of stacks.
+        """Convert a state dict to what the stock model would save."""
+        renamed: dict[str, str] = {}
+        unstacked: dict[str, str] = {}
+        # The load of a quantized checkpoint read such layers unchanged, and ran no conversion of stacks.
         quantizer = getattr(self.model, "hf_quantizer", None)
-        revert = reverted_from_scratch(self.model) if quantizer else functools.partial(self._named, restored={})
-        # A quantizer that has quantized what no file has had so takes stacks, if it reads the file.
-        for each in self.carrying if quantizer is None or is_prequantized(quantizer) else ():
-            quantized, plain = named_as_in_checkpoint(each, state_dict, revert)
-            moved |= quantized
-            same |= plain if self.one_by_one else {}
-        # What is cut from a stack again as it was put there is what it was: the stack needs no values.
-        others = {key: on_meta(each) if key in same else each for key, each in state_dict.items() if key not in moved}
-        # What patchers have made, apart again; what is a tensor of a checkpoint then has only its renamings left.
+        revert = default_revert(self.model) if quantizer else functools.partial(self._revert, tensors={})
+        # A quantizer that has quantized a checkpoint while loading takes stacks when it reads the saved file.
+        for carrier in self.carrying if quantizer is None or is_prequantized(quantizer) else ():
+            quantized, plain = expert_checkpoint_names(carrier, state_dict, revert)
+            renamed |= quantized
+            unstacked |= plain if self.unstacks else {}
+        # Experts that are stacked and split again are unchanged, so their stack needs no values.
+        others = {key: value for key, value in state_dict.items() if key not in renamed}
+        others |= {key: to_meta(others[key]) for key in unstacked}
+        # Tensors of a checkpoint, which patchers' conversions had taken, only have their renamings reversed.
         tensors, converted = separated(list(self.carrying), others)
-        rest = {name: tensor for name, tensor in tensors.items() if name not in converted}
-        restored = {name: tensor for name, tensor in tensors.items() if name in converted}
-        return self._named(rest, restored) | {name: state_dict[key] for key, name in {**same, **moved}.items()}
+        parameters = {name: tensor for name, tensor in tensors.items() if name not in converted}
+        originals = {name: tensor for name, tensor in tensors.items() if name in converted}
+        saved = self._revert(parameters, originals)
+        return saved | {name: state_dict[key] for key, name in {**unstacked, **renamed}.items()}
 
-    def shown(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What `saved_state_dict` makes, without values: on the meta device this costs nothing.
-
-        A tensor of a quantizer's own type is left as it is: by its type it says that it can't be taken apart.
-        """
+    def on_meta(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what `saved_state_dict` does on the meta device; a quantizer's own tensors stay as they are."""
         with torch.inference_mode(False), torch.no_grad():
-            given = {key: on_meta(value) for key, value in state_dict.items()}
-            versions = {key: write_count(value) for key, value in given.items() if value.is_meta}
-            result = self.saved_state_dict(given)
-        if any(write_count(given[key]) != version for key, version in versions.items()):
+            inputs = {key: to_meta(value) for key, value in state_dict.items()}
+            versions = {key: write_count(value) for key, value in inputs.items() if value.is_meta}
+            result = self.saved_state_dict(inputs)
+        if any(write_count(inputs[key]) != version for key, version in versions.items()):
             raise PatchedWeightsError(
                 f"A conversion of {type(self.model).__name__} writes into the tensors that it is given, so a save "
                 "would change the model. Write its operations without that."
             )
         return result
 
-    def parts(self, names: Iterable[str]) -> list[tuple[SavePlan, list[str]]]:
-        """The names of a state dict in parts that are saved independently of each other, in the order of a save.
+    def split(self, names: Iterable[str]) -> list[tuple[SavePlan, list[str]]]:
+        """Split the names of a state dict into parts that are saved independently, in the order of a save.
 
-        A part is a numbered layer, a module that carries layouts, or a tensor; or all, if several of these are
-        converted together.
+        A part is a numbered layer, a module that carries layouts, or a tensor; or all of the model, if several of
+        these are converted together.
         """
-        names, paths = list(names), {in_state_dict(each.path) for each in self.carrying}
+        names, paths = list(names), {in_state_dict(carrier.path) for carrier in self.carrying}
         if "" in paths or any(map(depends_on_others, self.conversions)):
             return [(self, names)]
 
-        def head(name: str) -> str:
+        def head_of(name: str) -> str:
             heads = accumulate(name.split("."), "{}.{}".format)
-            return next((each for each in heads if each in paths or each[-1].isdigit()), name)
+            return next((head for head in heads if head in paths or head[-1].isdigit()), name)
 
-        own: dict[str, list[str]] = defaultdict(list)
+        names_of: dict[str, list[str]] = defaultdict(list)
         for name in names:
-            own[head(name)].append(name)
+            names_of[head_of(name)].append(name)
         carrying: dict[str, list[Carrier]] = defaultdict(list)
-        for each in self.carrying:
-            carrying[head(in_state_dict(each.path))].append(each)
+        for carrier in self.carrying:
+            carrying[head_of(in_state_dict(carrier.path))].append(carrier)
         is_sorted = self.conversions or (self.record is not None and self.record.read)
-        heads = sorted(own, key=dot_natural_key) if is_sorted else list(own)
+        heads = sorted(names_of, key=dot_natural_key) if is_sorted else list(names_of)
         if self.order:
-            places = {head(key): place for key, place in reversed(list(self.order.items()))}
-            heads.sort(key=lambda each: places.get(each, len(self.order)))
-        together, owners = reversed_together(self.conversions), dict[str, str]()
-        for at in heads if together is not None else ():
-            stock = {name: layout.stock for each in carrying[at] for layout in each.all for name in layout.fused}
-            groups = {together(each) for name in own[at] for each in stock.get(name, (name,))} - {None}  # type: ignore[misc]
-            if any(owners.setdefault(group, at) != at for group in groups):  # type: ignore[arg-type]
+            places = {head_of(key): place for key, place in reversed(list(self.order.items()))}
+            heads.sort(key=lambda head: places.get(head, len(self.order)))
+        group_of, owners = reversed_together(self.conversions), dict[str, str]()
+        for head in heads if group_of is not None else ():
+            layouts = [layout for carrier in carrying[head] for layout in carrier.all]
+            stock = {name: layout.stock for layout in layouts for name in layout.fused}
+            parameters = [part for name in names_of[head] for part in stock.get(name, (name,))]
+            groups = set(map(group_of, parameters)) - {None}  # type: ignore[arg-type]
+            if any(owners.setdefault(group, head) != head for group in groups):  # type: ignore[arg-type]
                 return [(self, names)]
-        return [(replace(self, carrying=tuple(carrying[at])), own[at]) for at in heads]
+        return [(replace(self, carrying=tuple(carrying[head])), names_of[head]) for head in heads]
 
     def in_runtime_layout(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The state dict as another load reads the fused layout, among however many processes: rows part by part."""
+        """Return a state dict in which joined rows lie part by part, for loads by any number of processes."""
         result = dict(state_dict)
-        for each in fused_modules(self.model):
-            for layout in filter(lies_in_blocks, each.fused):
+        for carrier in fused_modules(self.model):
+            for layout in filter(lies_in_blocks, carrier.fused):
                 key = layout.fused[0]
                 if key in result:
                     (result[key],) = replace(layout, blocks=1).fuse(layout.separate([result[key]]))
         return result
 
-    def _named(self, rest: dict[str, torch.Tensor], restored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Parameters and tensors of a checkpoint, both by the names that files have."""
-        if not (self.conversions or restored or (self.record is not None and self.record.read)):
-            return rest  # as transformers leaves what it has made: it sorts only what it has loaded
-        if not self.conversions and not restored:
-            return dict(sorted(rest.items(), key=lambda pair: dot_natural_key(pair[0])))
+    def _revert(self, weights: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Reverse the conversions of transformers for parameters, and the renamings for tensors of a checkpoint."""
+        if not (self.conversions or tensors or (self.record is not None and self.record.read)):
+            return weights  # transformers sorts only what it has loaded
+        if not self.conversions and not tensors:
+            return dict(sorted(weights.items(), key=lambda item: dot_natural_key(item[0])))
 
-        # Operations look at it; the model may have another form of it.
+        # Operations read parameters of the model, which may be in another layout there.
         def get_parameter(name: str) -> torch.Tensor:
-            return rest[name] if name in rest else self.model.get_parameter(name)
+            return weights[name] if name in weights else self.model.get_parameter(name)
 
         view: Any = ModelView(self.model, get_parameter=get_parameter)
-        renamings = [each for each in self.conversions if isinstance(each, WeightRenaming)]
-        result = stock_revert(view, rest, list(self.conversions)) | stock_revert(view, restored, renamings)
-        return self.in_order(result) if self.order or restored else result
+        renamings = [item for item in self.conversions if isinstance(item, WeightRenaming)]
+        result = stock_revert(view, weights, list(self.conversions)) | stock_revert(view, tensors, renamings)
+        return self.in_order(result) if self.order or tensors else result
 
     def in_order(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         keys = sorted(state_dict, key=lambda key: (self.order.get(key, len(self.order)), dot_natural_key(key)))
@@ -164,14 +160,12 @@ class SavePlan:
 
 
 def saved_state_dict(model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The state dict of a model as the stock model would save it, or the error of `SavePlan.saved_state_dict`."""
+    """Convert the state dict of a model to what the stock model would save, as `SavePlan.saved_state_dict`."""
     return plan_original_format(model).saved_state_dict(state_dict)
 
 
-def plan_saving(
-    model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor] | None, original_format: bool
-) -> SavePlan:
-    """How a model will be saved, found out and tried before a file is written.
+def plan_saving(model: PreTrainedModel, state: Mapping[str, torch.Tensor] | None, original_format: bool) -> SavePlan:
+    """Plan how a model is saved, and try it before a file is written.
 
     Raises:
         PatchedWeightsError: a conversion can't be reversed; or the runtime layout was requested, and no fusion name
@@ -179,13 +173,13 @@ def plan_saving(
     """
     if original_format:
         plan = plan_original_format(model)
-        plan.shown(model.state_dict() if state_dict is None else state_dict)
+        plan.on_meta(model.state_dict() if state is None else state)
         return plan
     record = record_of(model)
     if record is not None:
         _check_runtime_layout(model, record)
-    elif patched := carriers(model):
-        path, _, carried = patched[0]
+    elif carrying := carriers(model):
+        path, _, carried = carrying[0]
         what = "fused" if carried.layouts else "converted"
         raise PatchedWeightsError(
             f"{path} is {what}, and {type(model).__name__} around it was loaded without a patcher: "
@@ -195,46 +189,49 @@ def plan_saving(
 
 
 def plan_original_format(model: PreTrainedModel) -> SavePlan:
-    """How a model, patched or not, is saved as the stock one would be."""
+    """Plan how a model, patched or not, is saved as the stock one would be."""
     record, carrying = record_of(model), tuple(carriers_in(model))
-    is_converted = any(each.carried.converted for each in carrying)
-    # Not patched, by nothing that may be in force around us either; and built once.
+    is_converted = any(carrier.carried.converted for carrier in carrying)
+    # Stock whatever is in force around us, and built once.
     stock: Any = functools.cache(lambda: skeleton(stock_class(model), model.config))  # type: ignore[arg-type]
-    # Without a record of its own it is a model around patched modules; some quantizers have a model forget its load.
+    # Without a record it is a model around patched modules; and some quantizers clear the conversions of the load.
     is_read = record is None or (record.read and (has_used_conversions(model) or is_converted))
     if record is not None and record.read and not is_read:
         record = replace(record, read=False)
-    conversions = used_conversions(model) if record is None or is_read else from_scratch(model, record, stock)[1]
+    if record is None or is_read:
+        conversions: Iterable[WeightTransform] = used_conversions(model)
+    else:
+        _, conversions = routes_from_scratch(model, record, stock)
     order: dict[str, int] = {}
     if is_converted or (record is not None and record.dropped):
-        # transformers sorts what it has loaded, and leaves what it has made in the order of the modules.
-        reversed_by = stock_conversions_from_scratch(stock()) if record is not None and is_read else conversions
-        saved = stock_revert(stock(), dict(stock().state_dict()), list(reversed_by))
+        # transformers sorts a loaded model, and leaves others in the order of the modules.
+        reverse = stock_conversions_from_scratch(stock()) if record is not None and is_read else conversions
+        saved = stock_revert(stock(), dict(stock().state_dict()), list(reverse))
         order = {key: place for place, key in enumerate(saved)}
     return SavePlan(model, record, True, carrying, tuple(conversions), order)
 
 
 def _check_runtime_layout(model: PreTrainedModel, record: PatchRecord) -> None:
-    """Raise for a model that isn't what the names of its fusions say, which are all that a config can say."""
-    named = {identity(transform) for transform in record.fusion_transforms}
-    transforms = [added.transform for route in record.routes for added in route.by]
-    reasons = [describe(transform) for transform in transforms if identity(transform) not in named]
+    """Raise for changes that the names of fusions don't describe, and a config can only have these names."""
+    of_fusions = {identity(transform) for transform in record.fusion_transforms}
+    transforms = [added.transform for route in record.routes for added in route.added]
+    reasons = [describe(transform) for transform in transforms if identity(transform) not in of_fusions]
     reasons += [f"without {describe(transform)}" for transform, _ in record.dropped]
     reasons += [f"{fusion!r}, which no name describes" for fusion in record.fusions if not isinstance(fusion, str)]
-    torn = [path for path, fusion in record.unfused.items() if fusion in record.fusions]
-    reasons += [f"not fused, as others are: {path}" for path in compress(torn)]
-    new, without = set(record.new_weights), set[str]()
+    unfused = [path for path, fusion in record.unfused.items() if fusion in record.fusions]
+    reasons += [f"not fused, as others are: {path}" for path in compress(unfused)]
+    new, absent = set(record.new_weights), set[str]()
     if replaced := tuple(inside(item.path) for item in record.replaced):
-        # Loaded by name, what only the stock form of a replaced module has would be random.
+        # A load by name would leave weights random that only the stock form of a replaced module has.
         fused, stock = tuple(inside(item.path) for item in record.fused), skeleton(record.model_class, model.config)
-        own, expected = (
-            {key for key in each.state_dict() if key.startswith(replaced) and not key.startswith(fused)}
-            for each in (model, stock)
+        names, stock_names = (
+            {key for key in part.state_dict() if key.startswith(replaced) and not key.startswith(fused)}
+            for part in (model, stock)
         )
-        new |= set() if getattr(model, "hf_quantizer", None) else own - expected  # beside quantized weights lie others
-        without = expected - own
+        new |= set() if getattr(model, "hf_quantizer", None) else names - stock_names  # quantizers add tensors
+        absent = stock_names - names
     reasons += [f"new: {key}" for key in compress(sorted(new))]
-    reasons += [f"without {key}" for key in compress(sorted(without))]
+    reasons += [f"without {key}" for key in compress(sorted(absent))]
     if not record.read:
         reasons += [describe(transform) for transform in record.added]
     if reasons:
@@ -246,40 +243,41 @@ def _check_runtime_layout(model: PreTrainedModel, record: PatchRecord) -> None:
         )
 
 
-# --- a model that is partly on the disk ------------------------------------------------------------------------------
+# --- a model that is partly offloaded to disk ------------------------------------------------------------------------
 
 
 class OffloadedCheckpoint(dict[str, Any]):
-    """What `plan` saves of a state dict; tensors are on the meta device.
+    """What a plan saves of a state dict, with tensors on the meta device.
 
-    transformers takes one tensor after the other out of the state dict that it saves, right before it writes the file
-    which that belongs to: the layer that it is of is read then.
+    transformers pops one tensor after the other out of the state dict that it saves, right before it writes the file
+    of the tensor. The layer of the tensor is read at that point.
     """
 
     def __init__(self, plan: SavePlan, state_dict: Mapping[str, torch.Tensor]) -> None:
         self._state_dict = state_dict
-        #: name in the checkpoint -> its part, and what is left of that once it is read
+        #: name in the checkpoint -> its part, and the tensors of that which were read and not popped yet
         self._parts: dict[str, tuple[SavePlan, list[str], dict[str, torch.Tensor]]] = {}
-        shown: dict[str, torch.Tensor] = {}
-        for part, names in plan.parts(state_dict):
-            made = part.shown({name: state_dict[name] for name in names})
-            self._parts |= dict.fromkeys(made, (part, names, {}))
-            # Each alone: shards are cut by the size of what a tensor is a view of.
-            shown |= {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in made.items()}
-        super().__init__(plan.in_order(shown) if plan.order else shown)
+        on_meta: dict[str, torch.Tensor] = {}
+        for part, names in plan.split(state_dict):
+            saved = part.on_meta({name: state_dict[name] for name in names})
+            self._parts |= dict.fromkeys(saved, (part, names, {}))
+            # Without views: shards are split by the size of storages.
+            for name, value in saved.items():
+                on_meta[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        super().__init__(plan.in_order(on_meta) if plan.order else on_meta)
 
     def pop(self, key: str, *default: Any) -> Any:
-        """The values of one tensor, which are dropped here."""
+        """Return the values of one tensor, and drop them here."""
         value = super().pop(key, *default)
         if key not in self._parts:
             return value
-        part, names, made = self._parts[key]
-        if key not in made:
-            own = {name: self._state_dict[name] for name in names}
-            made |= part.saved_state_dict({name: in_memory(part.model, name, value) for name, value in own.items()})
-        return made.pop(key)
+        part, names, tensors = self._parts[key]
+        if key not in tensors:
+            values = {name: load_if_offloaded(part.model, name, self._state_dict[name]) for name in names}
+            tensors |= part.saved_state_dict(values)
+        return tensors.pop(key)
 
 
-def in_memory(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor of a model, read from the disk if they are there."""
+def load_if_offloaded(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a model with its values, read from disk if it is offloaded."""
     return load_offloaded_parameter(model, name).contiguous() if tensor.is_meta else tensor

@@ -1,1 +1,1 @@
-"""A Patcher, a model class and a config, to what happens: a value that the load, plan and report all use."""
+"""Resolves a Patcher, a model class and a config to the changes that loads, `plan` and `report` use."""

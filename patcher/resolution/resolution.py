@@ -1,4 +1,4 @@
-"""A patcher, a model class and a config, to what happens: swaps, fusions, refusals, conversions. A pure function."""
+"""Resolve a patcher, a model class and a config to what happens: replacements, fusions, refusals, conversions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusion_named, is_builtin, name_or_fusion
 from patcher.fusions.finding import discover
 from patcher.fusions.fused_module import FusedModule, fuse, fuse_all, takes_modules
-from patcher.layouts.carried import fused_weights
+from patcher.layouts.carried import fused_layouts
 from patcher.layouts.layouts import Layout
 from patcher.layouts.transforms import describe, select_conversions
 from patcher.spec.forward_of import shown_name
@@ -40,25 +40,19 @@ from patcher.spec.patcher import Patcher
 
 @dataclass(frozen=True, eq=False)
 class FusionPlan:
-    """What the fusions of a resolution amount to, for those that carry it out.
-
-    Attributes:
-        by_fusion: fusion -> the paths that it fuses.
-        refused: fusion -> the paths that it leaves alone, and why.
-        rebuilt: the paths whose modules are built again as the fused class; others are fused in place.
-        layouts: path -> which parameters of the module become which.
-        transforms: the conversions of fusions that aren't layouts of one module.
-    """
+    """The fusions of a resolution in detail: the paths that each one fuses, and those that it refuses, and why."""
 
     by_fusion: Mapping[str | Fusion, tuple[str, ...]] = field(default_factory=dict)
     refused: Mapping[str | Fusion, Mapping[str, str]] = field(default_factory=dict)
+    #: the paths of modules that are constructed again as the fused class; others are fused in place
     rebuilt: frozenset[str] = frozenset()
     layouts: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict)
+    #: the conversions of fusions that aren't layouts of one module
     transforms: tuple[WeightTransform, ...] = ()
 
     @property
     def by_path(self) -> dict[str, str | Fusion]:
-        """The paths that are fused, each with its fusion."""
+        """Path of a fused module -> its fusion."""
         return {path: fusion for fusion, paths in self.by_fusion.items() for path in paths}
 
 
@@ -74,13 +68,13 @@ class Resolution:
     ['model.layers.0.mlp', 'model.layers.1.mlp']
 
     Attributes:
-        classes: original class -> replacement, of what the class mapping replaces.
+        classes: original class -> replacement, for classes that the class mapping replaces.
         replaced: path -> replacement, module by module.
-        fused: path -> the class that a fusion builds there.
-        refused: path -> why a fusion that names the module leaves it alone.
-        dropped: the stock conversions that are left out.
-        added: the conversions that come in front.
-        original_classes: path -> the class that stood there, of what is replaced or fused.
+        fused: path -> the fused class of the module.
+        refused: path -> why a fusion that matches the module leaves it unchanged.
+        dropped: the stock conversions that are dropped.
+        added: the conversions that precede those of transformers.
+        original_classes: path -> original class, for modules that are replaced or fused.
         functions: the functions that are replaced, and the classes that call them.
     """
 
@@ -99,8 +93,8 @@ class Resolution:
         lines += [f"{name}: fused as {cls.__qualname__}" for name, cls in folded(self.fused.items(), "(root)")]
         lines += [f"{name}: not fused, {reason}" for name, reason in folded(self.refused.items(), "(root)")]
         lines += [
-            f"{each.name}: {full_name(each.replacement)}, called by {', '.join(each.callers)}"
-            for each in self.functions.replaced
+            f"{function.name}: {full_name(function.replacement)}, called by {', '.join(function.callers)}"
+            for function in self.functions.replaced
         ]
         lines += [f"drops {describe(transform)}" for transform in self.dropped]
         lines += [f"adds {describe(transform)}" for transform in self.added]
@@ -111,21 +105,21 @@ NO_CHANGE = Resolution()
 
 
 def skeleton(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """The model on the meta device, as transformers builds it: modules, names and shapes, no weight."""
+    """Construct the stock model on the meta device."""
     return _skeleton(model_class, config, ())[0]
 
 
 def _skeleton(
     model_class: type[PreTrainedModel], config: PretrainedConfig, entries: Iterable[InForce]
 ) -> tuple[PreTrainedModel, Functions]:
-    """The same with what mappings put into it, and the functions that are replaced."""
+    """Construct a model with the replacements of mappings on the meta device; return also the replaced functions."""
     config = deepcopy(config)
-    if isinstance(config.dtype, str):  # as a file has it, and as saving leaves it
+    if isinstance(config.dtype, str):  # as in a file, and after a save
         config.dtype = getattr(torch, config.dtype)
     construction = Construction(ClassRules(entries), is_skeleton=True)
-    # include_buffers=True is only `torch.device("meta")`: accelerate's one way that other threads don't see
-    alone = construction_lock.held_for(model_class.__name__)
-    with alone, building(construction), init_empty_weights(include_buffers=True), NoValues():
+    # include_buffers=True is only `torch.device("meta")`: the one way of accelerate that doesn't affect other threads
+    lock = construction_lock.held_for(model_class.__name__)
+    with lock, building(construction), init_empty_weights(include_buffers=True), NoValues():
         return model_class(config), construction.functions or NO_FUNCTIONS
 
 
@@ -133,40 +127,35 @@ def resolve(patcher: Patcher, model_class: type[PreTrainedModel], config: Pretra
     """See `Patcher.resolve`."""
     entries = (InForce(patcher, "resolve()"),)
     model, functions = _skeleton(model_class, config, entries)
-    resolution = resolve_standing(entries, model, functions)
+    resolution = resolve_constructed(entries, model, functions)
     transforms, replaced = resolution.fusion_plan.transforms, resolution.replaced.items()
     selected = select_conversions(stock_conversions(model), [patcher], transforms, replaced)
     return replace(
         resolution,
         dropped=tuple(dict.fromkeys(transform for transform, _ in selected.dropped)),
-        added=tuple(each.transform for each in selected.added),
+        added=tuple(item.transform for item in selected.added),
     )
 
 
 def resolve_in_force(
     entries: Iterable[InForce], model_class: type[PreTrainedModel], config: PretrainedConfig
 ) -> Resolution:
-    """What several patchers do to one model, the innermost first, but for its conversions."""
+    """Resolve several patchers, the innermost first, without their conversions."""
     entries = tuple(entries)
-    return resolve_standing(entries, *_skeleton(model_class, config, entries))
+    return resolve_constructed(entries, *_skeleton(model_class, config, entries))
 
 
-def resolve_standing(
-    entries: tuple[InForce, ...],
-    model: PreTrainedModel,
-    functions: Functions = NO_FUNCTIONS,
+def resolve_constructed(
+    entries: tuple[InForce, ...], model: PreTrainedModel, functions: Functions = NO_FUNCTIONS
 ) -> Resolution:
-    """What several patchers do to a model on the meta device, with what their mappings put into it."""
+    """Resolve several patchers for a model that contains the replacements of their mappings."""
     modules = dict(named_modules(model))
-    #: those of parts that were loaded by themselves, or of a model that is resolved again
-    already = {path: carried for path, module in modules.items() if (carried := fused_weights(module)) is not None}
-    replaced = {
-        path: unrebound(type(module))
-        for path, module in modules.items()
-        if original_class(module) is not None and path not in already
-    }
+    #: modules that are fused already: of parts that were loaded separately, or of a model that is resolved again
+    already = {path: carried for path, module in modules.items() if (carried := fused_layouts(module)) is not None}
+    originals = {path: cls for path, module in modules.items() if (cls := original_class(module)) is not None}
+    replaced = {path: unrebound(type(modules[path])) for path in originals if path not in already}
     rules = ClassRules(entries)
-    matches = {cls: rules.match(cls) for module in modules.values() if (cls := original_class(module)) is not None}
+    matches = {cls: rules.match(cls) for cls in originals.values()}
 
     fused: dict[str, type[nn.Module]] = {}
     refused: dict[str, str] = {}
@@ -175,31 +164,29 @@ def resolve_standing(
     refused_by: dict[str | Fusion, Mapping[str, str]] = {}
     transforms: list[WeightTransform] = []
     layouts: dict[str, tuple[Layout, ...]] = {}
-    for named in dict.fromkeys(fusion for entry in entries for fusion in entry.patcher.fusions):
-        fusion = fusion_named(named)
-        found = discover(fusion, model)
-        for path in found.matches:
+    for request in dict.fromkeys(fusion for entry in entries for fusion in entry.patcher.fusions):
+        fusion = fusion_named(request)
+        findings = discover(fusion, model)
+        for path, module in findings.matches.items():
             if path in claimed:
-                raise PatchConflictError(f"The fusions {claimed[path]!r} and {named!r} both claim {path}; use one.")
+                raise PatchConflictError(f"The fusions {claimed[path]!r} and {request!r} both claim {path}; use one.")
             if path in replaced:
-                mapping = (
-                    "class mapping" if rules.match_path(path, type(found.matches[path])) is None else "module mapping"
-                )
+                mapping = "class mapping" if rules.match_path(path, type(module)) is None else "module mapping"
                 raise PatchConflictError(
-                    f"The fusion {named!r} claims {path}, which the {mapping} replaces by "
+                    f"The fusion {request!r} claims {path}, which the {mapping} replaces by "
                     f"{replaced[path].__qualname__}; take one of them away."
                 )
-            claimed[path] = named
-        kept = {path: each.layouts for path, each in already.items() if each.fusion == name_or_fusion(fusion)}
+            claimed[path] = request
+        kept = {path: carried.layouts for path, carried in already.items() if carried.fusion == name_or_fusion(fusion)}
+        by_fusion[request] = (*kept, *findings.matches)
         fused |= {path: unrebound(type(modules[path])) for path in kept}
+        fused |= findings.classes
         layouts |= kept
-        refused.update(found.refused)
-        refused_by[named] = found.refused
-        by_fusion[named] = (*kept, *found.matches)
-        fused |= found.classes
-        layouts |= found.layouts
-        if found.matches:
-            transforms += fusion.make_transforms(model.config, MappingProxyType(dict(found.matches)))
+        layouts |= findings.layouts
+        refused |= findings.refused
+        refused_by[request] = findings.refused
+        if findings.matches:
+            transforms += fusion.make_transforms(model.config, MappingProxyType(dict(findings.matches)))
 
     return Resolution(
         classes=MappingProxyType({cls: match.replacement for cls, match in matches.items() if match is not None}),
@@ -208,81 +195,80 @@ def resolve_standing(
         refused=MappingProxyType({path: reason for path, reason in refused.items() if path not in fused}),
         functions=functions,
         original_classes=MappingProxyType(
-            {path: original_class(modules[path]) or type(modules[path]) for path in (*replaced, *fused)}
+            {path: originals.get(path, type(modules[path])) for path in (*replaced, *fused)}
         ),
         fusion_plan=FusionPlan(
             by_fusion=MappingProxyType(by_fusion),
             refused=MappingProxyType(refused_by),
             rebuilt=frozenset(path for path, cls in fused.items() if not takes_modules(cls)),
-            layouts=MappingProxyType({path: found for path, found in layouts.items() if found}),
+            layouts=MappingProxyType({path: layout for path, layout in layouts.items() if layout}),
             transforms=tuple(transforms),
         ),
     )
 
 
 def replace_functions(construction: Construction, model: PreTrainedModel) -> None:
-    """Have the modules of a model call the replacements, before it is initialised and anything is fused."""
+    """Have the modules of a model call replaced functions, before it is initialised and fused."""
     layers = tuple(tuple(entry.patcher.function_mapping.items()) for entry in construction.rules.entries)
     construction.functions = find_functions(model, layers) if any(layers) else NO_FUNCTIONS
     swap_functions(model, construction.functions)
 
 
-# --- fusions at work: while a model is built, what is fused is so in place, or built again ---------------------------
+# --- fusions while a model is constructed: modules are fused in place, or constructed again --------------------------
 
 
-def keep_arguments(construction: Construction) -> None:
-    """Have constructor arguments kept, if modules may be built again: of families that aren't ours it isn't known."""
+def record_arguments(construction: Construction) -> None:
+    """Record constructor arguments if modules may be constructed again, as families other than ours may require."""
     patchers = [entry.patcher for entry in construction.rules.entries]
-    if any(each.module_mapping or not all(map(is_builtin, each.fusions)) for each in patchers):
+    if any(patcher.module_mapping or not all(map(is_builtin, patcher.fusions)) for patcher in patchers):
         construction.arguments = {}
         cover_new_classes(construction.rules)
 
 
-def _resolved(construction: Construction, model: PreTrainedModel) -> Resolution:
-    """What is fused of a model whose modules are constructed."""
+def _resolution_of(construction: Construction, model: PreTrainedModel) -> Resolution:
+    """Return the resolution of a model whose modules are constructed."""
     entries = construction.rules.entries
     if construction.resolution is None and any(entry.patcher.fusions for entry in entries):
-        with DisableTorchFunction():  # nothing is made here, and each look at a tensor would pass through modes
-            construction.resolution = resolve_standing(entries, model, construction.functions)
+        with DisableTorchFunction():  # no tensor is created, and modes would slow down every access to one
+            construction.resolution = resolve_constructed(entries, model, construction.functions)
     return construction.resolution or NO_CHANGE
 
 
 def rebuild_fused_modules(construction: Construction, model: PreTrainedModel) -> None:
-    """Put modules of the fused classes in place of those that were built, before the model looks at its parts."""
+    """Construct modules again as their fused classes, before the model uses its submodules."""
     if construction.arguments is None:
         return
-    resolution = _resolved(construction, model)
-    fused: dict[int, nn.Module] = {}
-    # The outer ones first: building those builds what is inside of them once more.
+    resolution = _resolution_of(construction, model)
+    fusions = resolution.fusion_plan.by_path
+    rebuilt_modules: dict[int, nn.Module] = {}
+    # The outer ones first: constructing these constructs the inner ones again.
     for path in sorted(resolution.fusion_plan.rebuilt, key=lambda path: path.count(".")):
         cls = resolution.fused[path]
-        parent_path, _, name = path.rpartition(".")
-        parent = model.get_submodule(parent_path)
-        module: Any = parent._modules.get(name)
+        parent, _, name = path.rpartition(".")
+        children = model.get_submodule(parent)._modules
+        module: Any = children.get(name)
         if type(module) is cls:
             continue  # of a part that was loaded separately
-        new = fused.get(id(module))
-        if new is None:
-            fusion = resolution.fusion_plan.by_path[path]
-            entry = next(each for each in construction.rules.entries if fusion in each.patcher.fusions)
-            match = Match(fusion, cls, entry, type(module), "fusions")
-            new = fused[id(module)] = rebuilt(construction, path, module, match)
-        parent._modules[name] = new
+        if id(module) not in rebuilt_modules:
+            entry = next(entry for entry in construction.rules.entries if fusions[path] in entry.patcher.fusions)
+            match = Match(fusions[path], cls, entry, type(module), "fusions")
+            rebuilt_modules[id(module)] = rebuilt(construction, path, module, match)
+        children[name] = rebuilt_modules[id(module)]
 
 
-def fuse_standing_modules(construction: Construction, model: PreTrainedModel) -> None:
-    """Fuse the constructed modules of a model: with initial values, or on the meta device in a load."""
-    resolution = _resolved(construction, model)
+def fuse_constructed_modules(construction: Construction, model: PreTrainedModel) -> None:
+    """Fuse the constructed modules of a model, with initial values, or on the meta device in a load."""
+    resolution = _resolution_of(construction, model)
     plan, classes, fusions = resolution.fusion_plan, resolution.fused, resolution.fusion_plan.by_path
     modules = {path: model.get_submodule(path) for path in classes if path not in plan.rebuilt}
-    # Not those of a part that was loaded separately.
-    left = [path for path, module in modules.items() if unrebound(type(module)) is not classes[path]]
-    in_place = [path for path in left if issubclass(classes[path], FusedModule)]
+    # Modules of parts that were loaded separately are fused already.
+    unfused = [path for path, module in modules.items() if unrebound(type(module)) is not classes[path]]
+    in_place = [path for path in unfused if issubclass(classes[path], FusedModule)]
     fuse_all([(fusions[path], modules[path], classes[path], plan.layouts.get(path, ())) for path in in_place])
-    for path in left:
+    for path in unfused:
         module = model.get_submodule(path)
         if path not in in_place:
             module = fuse(fusions[path], module, classes[path], plan.layouts.get(path, ()))
-            parent_path, _, name = path.rpartition(".")
-            model.get_submodule(parent_path)._modules[name] = module
+            parent, _, name = path.rpartition(".")
+            model.get_submodule(parent)._modules[name] = module
         mark_original_class(module, resolution.original_classes[path])

@@ -21,9 +21,8 @@ from patcher.errors import InvalidPatcherError, PatchedWeightsError
 from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.conversion import Converted, only_moves
 from patcher.layouts.layouts import Cut, Flatten, Layout, Rows, by_itself
-from patcher.layouts.sharded import keep_pieces, split_like, whole
-from patcher.loading.state_dicts import patched_models
-from patcher.loading.stock_view import carriers_in
+from patcher.layouts.sharded import distribute_like, full_tensor, reshard_modules
+from patcher.loading.state_dicts import carriers_in, patched_models
 from patcher.patterns import compress, inside
 from patcher.resolution.resolution import skeleton
 
@@ -198,7 +197,7 @@ class _Run:
             optimizer = optimizer.optimizer
         while isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules:
             (model,) = model.children()
-        keep_pieces(model)
+        reshard_modules(model)
         self.model, self.optimizer = model, optimizer
         own: dict[int, str] = {}
         self.first = {
@@ -270,7 +269,7 @@ def _converted(
         where: what they are of, for errors.
     """
     result = {
-        name: Record(each.options, {key: whole(value) for key, value in each.state.items()})
+        name: Record(each.options, {key: full_tensor(value) for key, value in each.state.items()})
         for name, each in records.items()
     }
     for layout in layouts:
@@ -323,7 +322,7 @@ def _like(value: Any, parameter: nn.Parameter) -> Any:
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     own = value.detach().clone()
-    return split_like(own, parameter) if value.shape == parameter.shape else own
+    return distribute_like(own, parameter) if value.shape == parameter.shape else own
 
 
 def _listed(names: Iterable[str]) -> str:

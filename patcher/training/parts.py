@@ -10,7 +10,7 @@ from torch import nn
 from patcher.errors import InvalidPatcherError
 from patcher.layouts.conversion import Converted, ReversibleConcatenate
 from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
-from patcher.loading.stock_view import carriers_in
+from patcher.loading.state_dicts import carriers_in
 
 
 @dataclass(frozen=True)

@@ -345,7 +345,7 @@ def test_a_class_of_models_that_is_defined_in_a_block_is_an_error() -> None:
             def __init__(self, config: Any) -> None:
                 super().__init__(config)
 
-        with pytest.raises(PatchConstructionError, match=r"Late\.__init__ was reached around .* defined in the block"):
+        with pytest.raises(PatchConstructionError, match=r"Late\.__init__ was called without .* defined in the block"):
             Late(tiny_llama_config())
         LlamaForCausalLM(tiny_llama_config())
     assert changes(before) == []
@@ -361,7 +361,7 @@ def test_a_class_that_another_tool_gives_an_init_of_its_own_in_a_block_is_an_err
 
     with Patcher({"LlamaMLP": MyMLP}, strict=False).applied():
         Rebound.__init__ = anew  # type: ignore[method-assign]
-        with pytest.raises(PatchConstructionError, match=r"Rebound\.__init__ was reached around .*another tool"):
+        with pytest.raises(PatchConstructionError, match=r"Rebound\.__init__ was called without .*another tool"):
             Rebound(tiny_llama_config())
         LlamaForCausalLM(tiny_llama_config())
 

@@ -322,7 +322,9 @@ def test_a_checkpoint_that_lacks_a_projection_is_an_error(tmp_path: Path) -> Non
     del tensors["model.layers.1.self_attn.k_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
 
-    with pytest.raises(PatchedWeightsError, match=r"It lacks:\n  model.layers.1.self_attn.k_proj.weight\n"):
+    with pytest.raises(
+        PatchedWeightsError, match=r"the checkpoint lacks:\n  model.layers.1.self_attn.k_proj.weight\n"
+    ):
         AutoModelForCausalLM.from_pretrained(tmp_path, patcher=QKV)
 
 

@@ -317,7 +317,8 @@ def test_a_checkpoint_that_lacks_an_expert_is_an_error(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
 
     with pytest.raises(
-        PatchedWeightsError, match=r"It lacks:\n  model\.layers\.1\.block_sparse_moe\.experts\.2\.w3\.weight\n"
+        PatchedWeightsError,
+        match=r"the checkpoint lacks:\n  model\.layers\.1\.block_sparse_moe\.experts\.2\.w3\.weight\n",
     ):
         MixtralForCausalLM.from_pretrained(tmp_path, patcher=LISTED)
 

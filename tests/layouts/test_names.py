@@ -8,8 +8,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, WeightTransform
 
-from patcher.layouts.names import Named, Names
-from patcher.layouts.transforms import Added
+from patcher.layouts.transforms import Added, KeyResolver, ResolvedKey
 
 LAYERS = 5
 #: which tensors a layer has, as stock, as one that joins two of them, and as one that calls one of them otherwise
@@ -35,8 +34,8 @@ class Model(nn.Module):
         self.model.layers = nn.ModuleList(Layer(KINDS[kind]) for kind in kinds)
 
 
-def follow(model: Any, key: str, added: list[Added], kept: list[WeightTransform]) -> Named:
-    return Names(model, model.state_dict(), kept, added).follow(key)
+def follow(model: Any, key: str, added: list[Added], kept: list[WeightTransform]) -> ResolvedKey:
+    return KeyResolver(model, model.state_dict(), kept, added).resolve(key)
 
 
 def where(model: Any, key: str, added: list[Added], kept: list[WeightTransform]) -> str:
@@ -90,10 +89,10 @@ def test_patterns_equal_to_those_of_stock_are_told_apart() -> None:
     model = Model(["joined", "both"])
     stock = WeightConverter(["mlp.a", "mlp.b"], ["mlp.d"], operations=[Concatenate(dim=0)])
     found = follow(model, "model.layers.0.mlp.a", [Added(JOIN)], [stock])
-    assert [each.transform for each in found.by] == [JOIN]
-    assert found.taker is not None
-    assert found.taker.target_patterns == ["mlp.ab"]
-    assert not follow(model, "model.layers.0.mlp.a", [], [stock]).by
+    assert [each.transform for each in found.added] == [JOIN]
+    assert found.converter is not None
+    assert found.converter.target_patterns == ["mlp.ab"]
+    assert not follow(model, "model.layers.0.mlp.a", [], [stock]).added
 
 
 def test_an_anchored_conversion_finds_its_layer() -> None:
@@ -110,8 +109,8 @@ def test_what_is_tried_is_not_used() -> None:
     """A conversion of transformers is remembered, and reversed, only if it had a part in the end."""
     model = Model(["joined"])
     stock: list[WeightTransform] = [WeightRenaming("mlp.c", "mlp.e"), WeightRenaming("mlp.old", "mlp.a")]
-    names = Names(model, model.state_dict(), stock, [Added(JOIN)])
-    found = names.follow("model.layers.0.mlp.old")
+    names = KeyResolver(model, model.state_dict(), stock, [Added(JOIN)])
+    found = names.resolve("model.layers.0.mlp.old")
     assert (found.name, found.stock) == ("model.layers.0.mlp.ab", "model.layers.0.mlp.a")
     assert names.used == [stock[1]]
     assert not JOIN._was_used

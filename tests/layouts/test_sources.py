@@ -142,7 +142,7 @@ def test_what_is_computed_together_is_computed_once_and_forgotten() -> None:
 
     assert torch.equal(torch.cat(found), WHOLE)
     assert len(runs) == 1
-    assert not group._left
+    assert not group._results
     assert torch.equal(sources[0][1:], WHOLE[1:2])  # whoever reads it again computes it again
     assert len(runs) == 2
 

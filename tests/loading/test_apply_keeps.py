@@ -403,18 +403,18 @@ REFUSED = {
     (
         "attention",
         "lora_beside",
-    ): r"self_attn\.q_proj has an adapter, and that would be lost, for a module there is replaced\. Merge it",
+    ): r"self_attn\.q_proj has an adapter, which would be lost, because a module there is replaced\. Merge it",
     (
         "attention",
         "bias_beside",
-    ): r"o_proj\.bias has the shape \(64,\) \(its config says None\), and that would be lost",
+    ): r"o_proj\.bias has the shape \(64,\) \(its config says None\), which would be lost",
     ("mlp and qkv", "lora_beside"): r"'qkv' found no module that it can fuse; .*q_proj is a Linear",
     ("layer", "lora_beside"): r"self_attn\.q_proj has an adapter",
     ("layer", "bias_beside"): r"o_proj\.bias has the shape \(64,\)",
-    ("model", "lora_beside"): r"self_attn\.q_proj has an adapter, and that would be lost",
-    ("model", "lora_on_the_head"): r"lm_head has an adapter, and that would be lost",
-    ("model", "checkpointing"): r"embed_tokens has hooks \(_forward_hooks\), .* Take them off",
-    ("model", "bias_beside"): r"o_proj\.bias has the shape \(64,\) \(its config says None\), and that would be lost",
+    ("model", "lora_beside"): r"self_attn\.q_proj has an adapter, which would be lost",
+    ("model", "lora_on_the_head"): r"lm_head has an adapter, which would be lost",
+    ("model", "checkpointing"): r"embed_tokens has hooks \(_forward_hooks\), .* Remove them",
+    ("model", "bias_beside"): r"o_proj\.bias has the shape \(64,\) \(its config says None\), which would be lost",
 }
 PATCHERS = {"mlp": MLPS, "attention": ATTENTION, "model": ROOT, "mlp and qkv": MLPS | Patcher(fusions="qkv")}
 PATCHERS["layer"] = Patcher({"LlamaDecoderLayer": OwnLayer})
@@ -448,7 +448,7 @@ def test_a_replaced_model_has_it_and_so_has_the_model_after_the_way_back(name: s
 @pytest.mark.parametrize(
     ("hold", "what"),
     [
-        (hook, r"mlp has hooks \(_forward_hooks\), .* Take them off, and register them on the result"),
+        (hook, r"mlp has hooks \(_forward_hooks\), .* Remove them, and register them on the result"),
         (hook_on_a_part, r"up_proj has hooks \(_forward_hooks\)"),
         (pre_hook, r"mlp has hooks \(_forward_pre_hooks\)"),
         (backward_hook, r"mlp has hooks \(_backward_hooks\)"),
@@ -612,8 +612,8 @@ def computed(model: Any) -> None:
         (closure_of_a_method, r"layers\.0\.mlp\.forward: a function has model\.layers\.0\.mlp in its closure"),
         (closure_of_a_hook, r"layers\.0\.mlp\._forward_hooks: .* has model\.layers\.1\.mlp in its closure"),
         (closure_over_a_weight, r"model\.norm\._forward_hooks: .* has lm_head\.weight in its closure"),
-        (compiled, r"what is compiled \(model\.layers\.0\.mlp\)\. Compile the result instead"),
-        (compiled_in_place, r"what is compiled \(model\.layers\.0\)\. Compile the result instead"),
+        (compiled, r"a compiled module \(model\.layers\.0\.mlp\)\. Compile the result instead"),
+        (compiled_in_place, r"a compiled module \(model\.layers\.0\)\. Compile the result instead"),
         (gradient_hook, r"a hook on the gradient of lm_head\.weight: .* Register it on the result"),
         (computed, r"a model that can't be copied \(RuntimeError: Only Tensors created explicitly by the user"),
     ],
@@ -637,7 +637,7 @@ def test_a_failure_leaves_the_given_model_as_it_was(monkeypatch: pytest.MonkeyPa
         with pytest.raises(PatchConstructionError, match="no"):
             Patcher({"LlamaMLP": Failing}).apply(model)
         with monkeypatch.context() as patch:
-            patch.setattr("patcher.loading.applying.keep_record", _fail)
+            patch.setattr("patcher.loading.applying.store_record", _fail)
             with pytest.raises(RuntimeError, match="in the middle"):
                 BOTH.apply(model)
         assert described(model) == before
@@ -711,7 +711,7 @@ def test_a_tie_is_not_kept_where_a_conversion_changes_the_values() -> None:
     assert torch.allclose(logits(patched), expected, atol=1e-5)
     assert described(Patcher().apply(patched)) == before
     given.model.layers[0].mlp.down_proj.weight = given.model.layers[1].self_attn.o_proj.weight
-    with pytest.raises(InvalidPatcherError, match=r"layers\.0\.mlp\.down_proj\.weight is tied .* Take the tie off"):
+    with pytest.raises(InvalidPatcherError, match=r"layers\.0\.mlp\.down_proj\.weight is tied .* Untie it"):
         patcher.apply(given)
 
 

@@ -65,7 +65,7 @@ WRONG = {
     "a filter": (
         Patcher({"LlamaMLP": OwnMLP}, filtered_weight_conversion_patterns="nothing"),
         UnmatchedPatchError,
-        "is found in no conversion",
+        "matches no conversion",
     ),
 }
 

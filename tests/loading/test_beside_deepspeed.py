@@ -21,7 +21,7 @@ from tests.support import shared
 from tests.support.snapshot import changes, snapshot
 from tests.support.tiny import tiny_llama_config
 
-REFUSED = r"A patcher was requested while DeepSpeed ZeRO-3 is on, .*: no patcher follows that\. Load the"
+REFUSED = r"A patcher was requested while DeepSpeed ZeRO-3 is enabled, .*: patchers don't support that\. Load the"
 
 
 class Own(LlamaMLP):  # type: ignore[misc]
@@ -78,7 +78,7 @@ def test_a_plan_and_a_config_say_so(folder: Path) -> None:
     with deepspeed(3):
         planned = patcher.plan(folder, PATCHERS["classes"])
         assert not planned.ok
-        assert "DeepSpeed ZeRO-3 is on" in planned.problems[0]
+        assert "DeepSpeed ZeRO-3 is enabled" in planned.problems[0]
         with pytest.raises(InvalidPatcherError, match=REFUSED):
             LlamaForCausalLM.from_pretrained(folder, fusion_config={"patcher": ["qkv"]})
     assert patcher.plan(folder, PATCHERS["classes"]).ok

@@ -71,7 +71,7 @@ def line_to_add(error: Exception) -> dict[str, Any]:
             With,
             {},
             [
-                "Not in the checkpoint, so these would keep what __init__ gave them:",
+                "Not in the checkpoint, so these would keep their initial values:",
                 "  model.layers.{0..1}.mlp.adapter.bias",
                 "  model.layers.{0..1}.mlp.adapter.weight",
                 "  model.layers.{0..1}.mlp.scales.{0..2}",
@@ -88,7 +88,7 @@ def line_to_add(error: Exception) -> dict[str, Any]:
             Wide,
             {"ignore_mismatched_sizes": True},
             [
-                "Not of the shape that the model has:",
+                "Of another shape than in the model:",
                 "  model.layers.{0..1}.mlp.up_proj.weight: the checkpoint has (96, 64), the model has (96, 65)",
             ],
             {"new_weights": [r"\.up_proj\.weight$"]},
@@ -142,7 +142,7 @@ def test_a_conversion_that_makes_another_shape_is_named_with_both_shapes(llama: 
         load(llama, Patcher({"LlamaMLP": TooWide}, extra_weight_conversions=JOIN))
     assert str(caught.value) == (
         "The replaced modules and the checkpoint don't fit together.\n"
-        "Not of the shape that the model has:\n"
+        "Of another shape than in the model:\n"
         f"  model.layers.{{0..1}}.mlp.gate_up_proj.weight: {describe(JOIN)} makes (192, 64), the model has (288, 64)\n"
         "Correct the conversion, or give the parameter the shape that the conversion makes.\n"
         r"If they are meant to be new, add to the Patcher: new_weights=['\\.gate_up_proj\\.weight$']"

@@ -107,7 +107,7 @@ def test_a_whole_expert_that_is_missing_is_named_by_its_keys(tmp_path: Path) -> 
     with pytest.raises(PatchedWeightsError) as raised:
         load(tmp_path, "sequential_experts")
     lines = str(raised.value).splitlines()
-    assert lines[0].endswith("of which the checkpoint doesn't have all. It lacks:")
+    assert lines[0].endswith("of which the checkpoint lacks:")
     assert {line.strip() for line in lines[1:4]} == set(names)
     assert "shapes" not in str(raised.value)
 

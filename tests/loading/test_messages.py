@@ -28,10 +28,10 @@ def load(folder: Path, patcher: Patcher, **options: Any) -> Any:
 
 DECLARED = Patcher({"LlamaMLP": Both}, new_weights="upper", dropped_weights="up_proj")
 IDLE = [
-    ({"new_weights": ["upper", "lower_"]}, r"new_weights: 'lower_' is found in the name of no parameter; "),
+    ({"new_weights": ["upper", "lower_"]}, r"new_weights: 'lower_' matches no parameter; "),
     (
         {"dropped_weights": ["up_proj", "up_prj"]},
-        r"dropped_weights: 'up_prj' is found in no key of the checkpoint; nearest: model\.layers",
+        r"dropped_weights: 'up_prj' matches no key of the checkpoint; nearest: model\.layers",
     ),
 ]
 
@@ -54,7 +54,7 @@ def test_dropped_weights_are_judged_only_where_a_checkpoint_was_read(llama: Path
     with wrong.applied():
         LlamaForCausalLM(tiny_llama_config())
     LlamaForCausalLM._from_config(tiny_llama_config(), patcher=wrong)  # type: ignore[call-arg]
-    with pytest.raises(UnmatchedPatchError, match="'nothing_new' is found in the name of no parameter"):
+    with pytest.raises(UnmatchedPatchError, match="'nothing_new' matches no parameter"):
         LlamaForCausalLM._from_config(tiny_llama_config(), patcher=wrong.replace(new_weights="nothing_new"))  # type: ignore[call-arg]
 
 

@@ -173,7 +173,9 @@ def test_models_around_it() -> None:
     model = build_tiny(tiny_llama_config())
     assert streamed(torch.compile(model, backend="eager")) == streamed(nn.Sequential(model)) == streamed(model)  # type: ignore[arg-type]
     for several in (nn.ModuleList([model, build_tiny(tiny_llama_config())]), nn.Linear(2, 2)):
-        with pytest.raises(InvalidPatcherError, match=r"(ModuleList has 0, 1|Linear has none)\. Give the model"):
+        with pytest.raises(
+            InvalidPatcherError, match=r"(ModuleList contains 0, 1|Linear contains none)\. Pass the model"
+        ):
             checkpoint_weights(several)
 
 

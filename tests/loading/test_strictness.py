@@ -79,7 +79,7 @@ def test_all_that_matches_nothing_is_said_at_once(moe: Path) -> None:
     ) as e:
         Qwen2MoeForCausalLM.from_pretrained(moe, patcher=patcher)
     assert str(e.value).count("\n  ") == 2
-    assert str(e.value).endswith("Correct it or take it out; with strict=False this is a warning.")
+    assert str(e.value).endswith("Correct or remove them; with strict=False this is a warning.")
 
 
 @pytest.mark.parametrize(
@@ -87,12 +87,12 @@ def test_all_that_matches_nothing_is_said_at_once(moe: Path) -> None:
     [
         (
             {"filtered_weight_conversion_patterns": "mlp.expertz"},
-            r"filtered_weight_conversion_patterns: 'mlp\.expertz' is found in no conversion of the model; "
+            r"filtered_weight_conversion_patterns: 'mlp\.expertz' matches no conversion of the model; "
             r"nearest: .*mlp\.experts",
         ),
         (
             {"filtered_weight_conversion_patterns": ["gate_up_proj", "vision"], "new_weights": "experts.gate_up_proj"},
-            r"filtered_weight_conversion_patterns: 'vision' is found in no conversion of the model",
+            r"filtered_weight_conversion_patterns: 'vision' matches no conversion of the model",
         ),
         (
             {"extra_weight_conversions": joining("self_attn.q_prj.weight", "self_attn.k_prj.weight", target="qk")},
@@ -118,7 +118,7 @@ def test_a_conversion_that_does_nothing_is_named_with_what_was_meant(
 
 
 def test_a_filter_for_a_model_that_has_other_conversions_lists_them(llama: Path) -> None:
-    text = r"'experts' is found in no conversion of the model; it has .*weight_g"
+    text = r"'experts' matches no conversion of the model; it has .*weight_g"
     with pytest.raises(UnmatchedPatchError, match=text):  # renamings of old names are for every model
         load(llama, Patcher(filtered_weight_conversion_patterns="experts"))
 
@@ -138,7 +138,7 @@ def test_conversions_are_judged_only_where_a_checkpoint_was_read(llama: Path) ->
     AutoModelForCausalLM.from_config(tiny_llama_config(), patcher=patcher)
     with patcher.applied():
         LlamaForCausalLM(tiny_llama_config())
-    with pytest.raises(UnmatchedPatchError, match=r"(?s)'nothing' is found in no.*nothing_else -> x"):
+    with pytest.raises(UnmatchedPatchError, match=r"(?s)'nothing' matches no.*nothing_else -> x"):
         load(llama, patcher)
 
 
@@ -149,7 +149,7 @@ class SharedExpert(Qwen2MoeMLP):
 def test_a_block_is_judged_over_all_that_was_built_in_it(llama: Path, moe: Path) -> None:
     mapping = {"LlamaMLP": JoinedMLP, "Qwen2MoeMLP": SharedExpert}
     patcher = Patcher(mapping, "mlp.experts", JOIN, new_weights=r"mlp\.experts\.")
-    both = r"(?s)'Qwen2MoeMLP'.*'mlp\.experts' is found in no conversion"
+    both = r"(?s)'Qwen2MoeMLP'.*'mlp\.experts' matches no conversion"
     with pytest.raises(UnmatchedPatchError, match=both), patcher.applied():
         LlamaForCausalLM.from_pretrained(llama)
     with pytest.raises(UnmatchedPatchError, match="'LlamaMLP'") as caught, patcher.applied():
@@ -230,7 +230,7 @@ def test_without_strictness_all_complaints_of_a_load_are_one_warning(way: str, l
     text = "\n".join(texts)
     for expected in (
         "'Nothing'",
-        "'filter' is found in no",
+        "'filter' matches no",
         "renaming -> x",
         "  model.layers.{0..1}.mlp.upper.weight\n",
         "  model.layers.{0..1}.mlp.up_proj.weight\n",

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from patcher.compat.parallel import sizes
 from patcher.integrations.parallel.sharing import follow_plan
 from patcher.layouts.carried import carriers
-from patcher.layouts.sharded import gathered_on_first
+from patcher.layouts.sharded import gather_on_rank_zero
 from patcher.loading.integration import Integration, register
 from patcher.loading.record import record_of
 
@@ -29,7 +29,7 @@ def gathered(model: PreTrainedModel, arguments: dict[str, Any]) -> Iterator[None
     state_dict = model.state_dict() if arguments["state_dict"] is None else arguments["state_dict"]
     is_sharded = any(isinstance(value, DTensor) for value in state_dict.values())
     if is_sharded:
-        arguments["state_dict"] = gathered_on_first(state_dict)
+        arguments["state_dict"] = gather_on_rank_zero(state_dict)
     yield
     if is_sharded:
         distributed.barrier()

@@ -36,11 +36,10 @@ from patcher.integrations.parallel.plans import (
     replaces_plan,
     tensor_plan,
 )
-from patcher.layouts.carried import ModuleLayouts, fused_modules
-from patcher.layouts.either_layout import carry
+from patcher.layouts.carried import ModuleLayouts, carry, fused_modules
 from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
 from patcher.loading.load import Selected
-from patcher.loading.stock_view import check_no_part_is_named, from_scratch, layer_name, parts_of
+from patcher.loading.state_dicts import check_no_part_named, layer_name, parts_of, routes_from_scratch
 from patcher.patterns import inside
 from patcher.resolution.resolution import skeleton
 
@@ -104,7 +103,7 @@ def _check_names(load: Selected, config: Any, modules: Collection[str]) -> None:
         if isinstance(plan, dict):
             unused = plan.keys() - modules
             named = {name for name in parts if not unused.isdisjoint((in_plan(name), in_plan(layer_name(name))))}
-            check_no_part_is_named(argument, named, parts)
+            check_no_part_named(argument, named, parts)
 
 
 def _check_followed(config: Any, rules: dict[str, str]) -> None:
@@ -218,7 +217,7 @@ def _converted(load: Selected) -> list[str]:
         return []
     models = skeleton(load.record.model_class, load.model.config), load.model
     stock, patched = ({name: value.shape for name, value in state_tensors(model).items()} for model in models)
-    converted = {name for route in from_scratch(load.model, load.record)[0] for name in route.parameters}
+    converted = {name for route in routes_from_scratch(load.model, load.record)[0] for name in route.parameters}
     changed = [name for name in {**stock, **patched} if name in converted or stock.get(name) != patched.get(name)]
     return [path for path in paths if any(name.startswith(inside(path)) for name in changed)]
 

@@ -1,4 +1,4 @@
-"""The seams of the core, one file a subject: loads and constructors learn `patcher=`, and saves are those of stock."""
+"""The seams of the core: loads and constructors accept `patcher=`, and saves are those of stock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from patcher.source.importing import when_imported
 def install_core() -> None:
     """Install the seams of the core."""
     check_used()
-    install_seams(seams_in(*(each.__name__ for each in (loads, making, recorders, saves))))
+    install_seams(seams_in(*(module.__name__ for module in (loads, making, recorders, saves))))
     when_imported(
         "transformers.models.auto.modeling_auto",
         lambda module: show_in_auto_classes(module, loads.from_pretrained, "patcher"),

@@ -1,7 +1,6 @@
 """The seams where a model is loaded.
 
-A load calls back at several of them. At each, the result of the next step takes the place of the one before it in a
-context variable.
+A load calls several of them in turn. At each, the state of the load in a context variable is replaced by the next one.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, InForce, constr
 from patcher.construction.lock import construction_lock
 from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherError
 from patcher.fusions.config import KEY, names_in_file, split_fusion_config
-from patcher.layouts.either_layout import is_in_original_layout
+from patcher.layouts.carried import is_in_original_layout
 from patcher.loading.initial_values import InitialValues
 from patcher.loading.integration import integrations
 from patcher.loading.layout_on_disk import fusions_of_layout
@@ -38,18 +37,18 @@ from patcher.loading.load import (
     check_supported,
     construct,
     finish,
-    never_constructed,
-    put_down,
+    not_constructed_error,
+    record_load,
     request,
     select,
 )
 from patcher.loading.new_weights import check_new_weights
-from patcher.loading.read import read
+from patcher.loading.reading import read
 from patcher.loading.record import record_of
-from patcher.loading.state_dicts import name_as_parameters, without_stacking
+from patcher.loading.state_dicts import convert_checkpoint_keys, without_stacking
 from patcher.spec.patcher import Patcher
 
-#: The load that this thread or task is in, patched or not: the result of its last step. Before it what makes it dry.
+#: The state of the load in this thread or task, patched or not; before it, the dry run that it is to be.
 _LOAD: ContextVar[Request | DryRun | None] = ContextVar("patcher_load", default=None)
 
 
@@ -66,20 +65,20 @@ def from_pretrained(
                 "__init__ of a replacement. transformers doesn't load a model inside of another one: load it before, "
                 "and let __init__ take that object."
             )
-        # A model of its own, not a part of this one.
+        # A separate model, not a part of the one around it.
         return unpatched(functools.partial(from_pretrained, stock, cls, *args, patcher=patcher, **kwargs))
-    requested = _LOAD.get()
-    dry = requested if isinstance(requested, DryRun) else None
+    state = _LOAD.get()
+    dry = state if isinstance(state, DryRun) else None
     token = _LOAD.set(request(cls, patcher, path, kwargs, dry))
     try:
         try:
             result = stock(cls, *args, **kwargs)
         finally:
-            load = _LOAD.get()  # the checkpoint's own config may name fusions
-            if dry is not None and isinstance(load, Request) and load.in_force:
+            load = _LOAD.get()
+            if dry is not None and isinstance(load, Request) and load.in_force:  # maybe by the checkpoint's own config
                 dry.reached.append(load)
-        if type(load) is Request and load.own:
-            raise never_constructed(load)
+        if type(load) is Request and load.requested:
+            raise not_constructed_error(load)
         if isinstance(load, Constructed) and dry is None:
             finish(load)
         return result
@@ -87,25 +86,22 @@ def from_pretrained(
         _LOAD.reset(token)
 
 
-def _requested() -> Request | None:
-    """The request of the load that this thread is in, None if its model is constructed already, or nothing is."""
+def _request() -> Request | None:
+    """Return the load in this thread, None if its model is constructed already, or there is no load."""
     load = _LOAD.get()
     return load if type(load) is Request else None
 
 
 def current_load() -> Request | None:
-    """The load that this thread is in, as far as it has come; None where nothing is patched."""
+    """Return the state of the load in this thread; None if nothing is patched."""
     load = _LOAD.get()
     return load if isinstance(load, Request) and load.in_force else None
 
 
 @seam(
     "transformers.modeling_utils:_get_resolved_checkpoint_files",
-    "pretrained_model_name_or_path",
-    "variant",
-    "gguf_file",
-    "transformers_explicit_filename",
-    "download_kwargs",
+    *("pretrained_model_name_or_path", "variant", "gguf_file"),
+    *("transformers_explicit_filename", "download_kwargs"),
 )
 def find_weights(
     stock: Stock,
@@ -113,82 +109,80 @@ def find_weights(
     variant: str | None,
     gguf_file: str | None,
     *args: Any,
-    transformers_explicit_filename: str | None = None,
-    download_kwargs: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Find weights in a runtime layout under the names that they have, and ask for the fusions that made it."""
-    load, path, file = _requested(), pretrained_model_name_or_path, transformers_explicit_filename
+    """Find weights in a runtime layout by their file names, and request the fusions of the layout."""
+    load, path, file = _request(), pretrained_model_name_or_path, kwargs.get("transformers_explicit_filename")
     if load is not None and gguf_file is None:
-        options = {**load.options, **(download_kwargs or {})}
+        options = {**load.options, **(kwargs.get("download_kwargs") or {})}
         if file is None:
-            _LOAD.set(replace(load, path=path, options=options))  # an adapter's folder may have led here
+            _LOAD.set(replace(load, path=path, options=options))  # may differ if an adapter's folder was passed
             names = fusions_of_layout(path, options, variant)
-        else:  # an adapter; or what a config names
+        else:  # an adapter, or a file that the config names
             names = fusions_of_layout(Path(path or "", options.get("subfolder") or "", file), options)
         if names:
-            _LOAD.set(replace(_asking_for(names, LAYOUT), runtime_layout=True))
+            _LOAD.set(replace(_with_fusions(names, LAYOUT), runtime_layout=True))
             variant = VARIANT
-    kwargs |= {"transformers_explicit_filename": file, "download_kwargs": download_kwargs}
-    found = stock(path, variant, gguf_file, *args, **kwargs)
-    if found[0] and (load := _requested()) is not None:
-        _LOAD.set(replace(load, files=tuple(found[0])))
-    return found
+    result = stock(path, variant, gguf_file, *args, **kwargs)
+    if result[0] and (load := _request()) is not None:
+        _LOAD.set(replace(load, files=tuple(result[0])))
+    return result
 
 
 @seam("transformers.fusion_mapping:register_fusion_patches", "cls", "config", "fusion_config")
 def register_fusions(stock: Stock, cls: type[PreTrainedModel], config: Any, fusion_config: Any) -> None:
-    """Apply what `fusion_config` says under our name; the rest is transformers' own."""
+    """Apply the entry of `fusion_config` for this package, and leave the rest to transformers."""
     ours, rest = split_fusion_config(fusion_config)
-    load = _requested()
-    # An argument takes the place of what the file says, but the weights in it lie as they do.
+    load = _request()
+    # An argument overrides the config in the file, but not the layout of the weights beside it.
     names = [*(names_in_file(load.path, load.options) if load is not None else ()), *ours]
     if names:
         if config.fusion_config is fusion_config or config.fusion_config == fusion_config:
-            # What a model's config says is how its weights lie in a file: the one in memory says nothing of a file.
+            # The config of a file describes the layout of weights; that of a model in memory doesn't.
             if rest:
                 config.fusion_config = rest
             else:
                 del config.fusion_config
-        _LOAD.set(_asking_for(names, LAYOUT if load is not None and load.runtime_layout else FUSION_CONFIG))
+        _LOAD.set(_with_fusions(names, LAYOUT if load is not None and load.runtime_layout else FUSION_CONFIG))
     if rest:
         stock(cls, config, rest)
 
 
-def _asking_for(names: Iterable[str], origin: str) -> Request:
-    """The load with the fusions that a file or a config names."""
-    load = _requested()
+def _with_fusions(names: Iterable[str], origin: str) -> Request:
+    """Return the load with the fusions that a file or a config names."""
+    load = _request()
     if load is None:
         raise InvalidPatcherError(
             f"fusion_config: {KEY!r} applies to a load, and this isn't one. A model that is built otherwise is "
             f"patched by a block: with Patcher(fusions={list(names)!r}).applied(): ..."
         )
-    known = {fusion for entry in load.own if entry.origin in (LAYOUT, origin) for fusion in entry.patcher.fusions}
+    entries = [entry for entry in load.requested if entry.origin in (LAYOUT, origin)]
+    known = {fusion for entry in entries for fusion in entry.patcher.fusions}
     entry = InForce(Patcher(fusions=[name for name in names if name not in known]), origin)
     if not entry.patcher.fusions:
         return load
     check_supported((entry,), load.path, load.options)
-    return replace(load, in_force=(*load.in_force, entry), own=(*load.own, entry))
+    return replace(load, in_force=(*load.in_force, entry), requested=(*load.requested, entry))
 
 
 @seam("transformers.modeling_utils:PreTrainedModel.get_init_context")
 def get_init_context(stock: Stock, cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
     contexts = list(stock(cls, *args, **kwargs))
-    load = _requested()
+    load = _request()
     inner = [construct(load, _constructed)] if load is not None and load.in_force else []
     what = f"{cls.__name__} from {load.path}" if load is not None and load.path is not None else cls.__name__
     return [_entered([construction_lock.held_for(what), *contexts, *inner])]
 
 
 def _constructed(load: Constructed) -> None:
-    for each in integrations():
-        each.on_constructed(load)
+    for integration in integrations():
+        integration.on_constructed(load)
     _LOAD.set(load)
 
 
 @contextmanager
 def _entered(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
-    """All contexts, and if one of them can't be entered, none: transformers would leave those before it entered."""
+    """Enter all contexts; if one fails, exit the others, which transformers would leave entered."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
@@ -203,15 +197,14 @@ def _entered(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
 def conversion_mapping(
     stock: Stock, model: PreTrainedModel, key_mapping: Any = None, hf_quantizer: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """The conversions of a load; or of a model that whoever asks loads something into."""
+    """Return the conversions of a load, or of a model into which something else is loaded."""
     load = _LOAD.get()
     if type(load) is not Constructed or load.model is not model:
-        found = stock(as_stock(model), key_mapping, hf_quantizer, *args, **kwargs)
-        return without_stacking(model, found)
-    found = stock(as_stock(model), key_mapping, None, *args, **kwargs)
-    selected, conversions = select(load, found, key_mapping)
-    for each in integrations():
-        each.on_routed(selected, hf_quantizer)
+        return without_stacking(model, stock(as_stock(model), key_mapping, hf_quantizer, *args, **kwargs))
+    mapping = stock(as_stock(model), key_mapping, None, *args, **kwargs)
+    selected, conversions = select(load, mapping, key_mapping)
+    for integration in integrations():
+        integration.on_routed(selected, hf_quantizer)
     _LOAD.set(selected)
     if hf_quantizer is None:
         return conversions
@@ -231,7 +224,7 @@ def convert_and_load(
             check_new_weights(load, info.unexpected_keys)
         return info, disk_index
     loaded, info, disk_index = read(
-        load, state_dict, load_config, lambda checkpoint, how: stock(model, checkpoint, how, *args, **kwargs)
+        load, state_dict, load_config, lambda checkpoint, config: stock(model, checkpoint, config, *args, **kwargs)
     )
     _LOAD.set(check_new_weights(loaded, info.unexpected_keys))
     return info, disk_index
@@ -248,11 +241,11 @@ def finalize(stock: Stock, model: PreTrainedModel, load_config: Any, loading_inf
         values, record = InitialValues(load), load.record
         with unreported(model, loading_info, missing=record.new_weights, unexpected=record.dropped_weights):
             info = stock(model, load_config, loading_info)
-        values.put_back(load_config)
+        values.restore(load_config)
         finalized = Finalized(**vars(load))
-        put_down(finalized)
+        record_load(finalized)
         if load_config.weight_mapping is not None:
-            # An adapter that is loaded next, as where the load began in its folder, is of the stock model.
+            # An adapter that is loaded next, because its folder was passed, has the names of the stock model.
             first = load_config.weight_mapping[: len(load.key_mapping or ())]
             load_config.weight_mapping[:] = [*first, *without_stacking(model, load.stock)]
         _LOAD.set(finalized)
@@ -263,20 +256,20 @@ def finalize(stock: Stock, model: PreTrainedModel, load_config: Any, loading_inf
 def load_from_state_dict(
     stock: Stock, self: PreTrainedModel, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
 ) -> None:
-    """Have `load_state_dict` of a patched model, and of its sub-models, take the names of checkpoints."""
+    """Have `load_state_dict` of a patched model, and of its sub-models, accept the keys of checkpoints."""
     if record_of(self) is not None or is_in_original_layout():
         _, _, missing_keys, _, error_msgs = args
-        name_as_parameters(self, state_dict, prefix, missing_keys, error_msgs)
+        convert_checkpoint_keys(self, state_dict, prefix, missing_keys, error_msgs)
     stock(self, state_dict, prefix, *args, **kwargs)
 
 
 def dry_run(
     model_class: type[PreTrainedModel], patcher: Patcher, checkpoint: dict[str, Any], run: DryRun, **options: Any
 ) -> tuple[Request | None, PatcherError | None]:
-    """Take a load to where it would read: how far it came, and what it would raise on its way there.
+    """Run a load up to where it would read weights; return the state that it reached, and the error that it raises.
 
     Raises:
-        Exception: what transformers raises there, of its own.
+        Exception: an error of transformers.
     """
     token = _LOAD.set(run)
     error: PatcherError | None = None
@@ -285,7 +278,7 @@ def dry_run(
     except PatcherError as raised:
         error = raised
     except Exception:
-        # What transformers goes on to do with the weights, of a model that has none, says nothing.
+        # Errors of later steps of transformers, on a model without weights, are meaningless.
         if not (run.reached and isinstance(run.reached[-1], Loaded)):
             raise
     finally:

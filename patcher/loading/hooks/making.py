@@ -1,4 +1,4 @@
-"""The seams where a model is constructed: from a config, or by its class."""
+"""The seams of construction: of a model from a config, or by its class."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from patcher.construction.lock import construction_lock
 from patcher.construction.modules_by_path import replace_modules
 from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.loading.findings import Diagnostics
-from patcher.loading.initial_values import keeping_computed
-from patcher.loading.load import check_stands, check_supported, finish_by_hand
+from patcher.loading.initial_values import preserve_computed_buffers
+from patcher.loading.load import check_constructed, check_supported, finish_by_hand
 from patcher.resolution.resolution import (
-    fuse_standing_modules,
-    keep_arguments,
+    fuse_constructed_modules,
     rebuild_fused_modules,
+    record_arguments,
     replace_functions,
 )
 from patcher.spec.fingerprints import check_built, check_pins
@@ -34,70 +34,70 @@ def from_config(
     stock: Stock, cls: type[PreTrainedModel], config: Any, *args: Any, patcher: Patcher | None = None, **kwargs: Any
 ) -> Any:
     is_part = patcher is None and construction_around() is not None
-    entries, own = ((), ()) if is_part else in_force_for(patcher)
-    # For a part as well: a model built by hand doesn't hold it, and this sets torch's default type for the process.
+    entries, requested = ((), ()) if is_part else in_force_for(patcher)
+    # Also for a part: a model built by hand doesn't hold the lock, and this sets torch's default dtype.
     with construction_lock.held_for(cls.__name__):
         if is_part:
-            cover_new_classes()  # of its code, which may just have been imported
+            cover_new_classes()  # its code may just have been imported
         if not entries:
             return stock(cls, config, *args, **kwargs)
         check_supported(entries, None, {})
-        for entry in own:
+        for entry in requested:
             check_pins(entry.patcher, cls)
         construction = Construction(ClassRules(entries), by_hand=True)
         with building(construction):
             model = stock(cls, config, *args, **kwargs)
-    check_stands(construction, cls)
-    Diagnostics().adding_unused(own, construction.outcome, cls.__name__).warn()
+    check_constructed(construction, cls)
+    Diagnostics().with_unused(requested, construction.outcome, cls.__name__).warn()
     return model
 
 
 @seam("transformers.modeling_utils:PreTrainedModel.__init__", "config")
 def init(stock: Stock, self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
-    if isinstance(getattr(config, "__dict__", {}).get("patcher"), Patcher):  # configs take whatever they are given
+    if isinstance(getattr(config, "__dict__", {}).get("patcher"), Patcher):  # configs accept any keyword argument
         raise InvalidPatcherError(
-            f"patcher= was given to the config of {type(self).__name__}, where no load finds it. Give it to what "
-            "loads or makes a model; the parts of one that is put together take encoder_patcher=, decoder_patcher= "
+            f"patcher= was given to the config of {type(self).__name__}, where no load finds it. Pass it to what "
+            "loads or constructs a model; the parts of a composite model take encoder_patcher=, decoder_patcher= "
             "and so on."
         )
     construction = construction_around()
     if construction is None and entered():
         raise PatchConstructionError(
-            f"{type(self).__name__}.__init__ was reached around the gate that a block puts on it, so no patcher can "
+            f"{type(self).__name__}.__init__ was called without the gate that a block puts on it, so no patcher can "
             "follow what it builds: the class was defined in the block, or another tool has replaced its __init__. "
             "Define it, and use that tool, before the block begins."
         )
     if construction is not None and construction.root in (None, self):
         construction.root = self
-        keep_arguments(construction)
+        record_arguments(construction)
     stock(self, config, *args, **kwargs)
 
 
 @seam("transformers.modeling_utils:PreTrainedModel.post_init")
 def post_init(stock: Stock, self: PreTrainedModel) -> None:
-    # Built by hand as well: it rebinds `torch.nn.init` here, and a load in another thread has rebound `tie_weights`.
+    construction = construction_around()
+    # Also by hand: it rebinds `torch.nn.init`, and a load in another thread has rebound `tie_weights`.
     with construction_lock.held_for(type(self).__name__, or_without=True):
-        _initialise(stock, self)
+        if construction is None:
+            stock(self)
+        else:
+            _initialise(stock, self, construction)
 
 
 @seam("transformers.modeling_utils:patch_output_recorders", "model")
 def modules_are_constructed(stock: Stock, model: PreTrainedModel) -> None:
-    """Fuse a model that is loaded: it has been built, all through, and no quantizer has seen it."""
+    """Fuse a model that is loaded: it is fully constructed, and no quantizer has changed it."""
     construction = construction_around()
     if construction is not None and construction.root is model and not construction.by_hand:
-        fuse_standing_modules(construction, model)
+        fuse_constructed_modules(construction, model)
     stock(model)
 
 
-def _initialise(stock: Stock, self: PreTrainedModel) -> None:
-    construction = construction_around()
-    if construction is None:
-        stock(self)
-        return
+def _initialise(stock: Stock, self: PreTrainedModel, construction: Construction) -> None:
     is_root = construction.root is self
     if is_root and not construction.is_skeleton:
         for entry in construction.rules.entries:
-            if entry.patcher.fingerprints:  # what the model is made of is all imported now
+            if entry.patcher.fingerprints:  # by now all code of the model is imported
                 classes = {stock_class(module) for module in self.modules()}
                 check_built(entry.patcher, classes, all_there=entry.origin == "patcher=")
     if is_root:
@@ -105,7 +105,7 @@ def _initialise(stock: Stock, self: PreTrainedModel) -> None:
         replace_functions(construction, self)
         if not construction.is_skeleton:
             rebuild_fused_modules(construction, self)
-    with keeping_computed(built.module for built in construction.built if built.outermost):
+    with preserve_computed_buffers(built.module for built in construction.built if built.outermost):
         stock(self)
     if is_root:
         construction.is_constructed = True

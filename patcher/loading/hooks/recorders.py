@@ -1,8 +1,8 @@
 """Recorded outputs (`output_attentions`, `output_hidden_states`) of replaced modules.
 
-transformers finds the modules to record by class. A replacement that isn't a subclass gets the same hook, put on the
-module itself; the class and its recorders are never touched, so no other model notices. All hooks of a patched model
-can be pickled with it.
+transformers finds the modules to record by class. A replacement that isn't a subclass gets the same hook, on the
+module itself; the class and its recorders are not changed, so other models aren't affected. All hooks of a patched
+model can be pickled with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from patcher.patterns import inside
 
 
 class RecordOutput:
-    """A forward hook that records one output of a module, and that can be pickled with it."""
+    """A forward hook that records one output of a module, and can be pickled with it."""
 
     def __init__(self, key: str, index: int, capture_initial_hidden_state: bool) -> None:
         self.settings = (key, index, capture_initial_hidden_state)
@@ -36,33 +36,33 @@ class RecordOutput:
 
 @seam("transformers.utils.output_capturing:install_all_output_capturing_hooks", "model", "prefix")
 def install_output_hooks(stock: Stock, model: PreTrainedModel, prefix: str | None = None) -> None:
-    """Install all hooks of a patched model, or transformers' own and those of modules that it passes by."""
-    patched = record_of(model) is not None
-    if not patched:
+    """Install all hooks of a patched model, or those of transformers and those of modules that it misses."""
+    is_patched = record_of(model) is not None
+    if not is_patched:
         stock(model, prefix)
     recorders = output_recorders(model)
     requested: dict[str, Any] = model.__dict__.get("_can_record_outputs", {})
-    standing: set[tuple[str, str]] = set()
+    replaced: set[tuple[str, str]] = set()
     for path, module in _modules_of(model, prefix or ""):
         if module is not model and isinstance(module, PreTrainedModel):
-            if patched:
+            if is_patched:
                 install_output_hooks(stock, module, path)
             continue
         for key, recorder in recorders:
-            if any(output == key and path.startswith(inside(outer)) for output, outer in standing):
+            if any(output == key and path.startswith(inside(outer)) for output, outer in replaced):
                 continue  # a part of a replacement, which is recorded in place of the original
             target: type[nn.Module] | None = recorder.target_class  # None where the path decides
             name, layer = recorder.class_name, recorder.layer_name
             if _replaces(module, target):
-                standing.add((key, path))
+                replaced.add((key, path))
             # As transformers finds it: by its class, or by the end of its path.
             if (target is not None and isinstance(module, target)) or (name is not None and path.endswith(name)):
-                wanted = patched
+                is_recorded = is_patched
             else:
-                wanted = _replaces(module, target) or _is_requested(module, requested.get(key))
-            if wanted and (layer is None or f".{layer.strip('.')}." in f"{path}."):
+                is_recorded = _replaces(module, target) or _is_requested(module, requested.get(key))
+            if is_recorded and (layer is None or f".{layer.strip('.')}." in f"{path}."):
                 module.register_forward_hook(RecordOutput(key, recorder.index, recorder.capture_initial_hidden_state))
-    if patched:
+    if is_patched:
         mark_recorded(model)
 
 
@@ -78,7 +78,7 @@ def _is_requested(module: nn.Module, specs: Any) -> bool:
 
 
 def _modules_of(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a model, and its sub-models, but not their modules: those have recorders of their own."""
+    """Yield the modules of a model, and its sub-models without their modules, which have recorders of their own."""
     yield path, model
     for name, child in model.named_children():
         if isinstance(child, PreTrainedModel):

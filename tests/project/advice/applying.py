@@ -179,7 +179,7 @@ def a_layer_that_was_changed(at: Place) -> Steps:
     assert computes_the_same(hold(OWN.apply(load(at.llama))), hold(load(at.llama)))
 
 
-@advice("Take them off, and register them on the result.")
+@advice("Remove them, and register them on the result.")
 def hooks_on_what_is_replaced(at: Place) -> Steps:
     def hold(model: Any) -> Any:
         return model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: 2 * output)
@@ -207,7 +207,7 @@ def an_adapter_on_what_is_replaced(at: Place) -> Steps:
     assert computes_the_same(hold(OWN.apply(load(at.llama))), model)
 
 
-@advice("Take the tie off, and tie the result.")
+@advice("Untie it, and tie the result.")
 def ties_that_a_replacement_can_not_have(at: Place) -> Steps:
     def tie(model: Any, name: str) -> Any:
         first, second = (layer.mlp for layer in model.model.layers)

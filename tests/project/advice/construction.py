@@ -284,7 +284,7 @@ def an_init_that_waits_for_a_load(at: Place) -> Steps:
 
 
 @advice(
-    "Load the model before the ZeRO-3 config is made (HfDeepSpeedConfig, or TrainingArguments with deepspeed=), or "
+    "Load the model before the ZeRO-3 config is created (HfDeepSpeedConfig, or TrainingArguments with deepspeed=), or "
 )
 def a_load_while_parameters_are_partitioned(at: Place) -> Steps:
     def stage(number: int) -> HfDeepSpeedConfig:

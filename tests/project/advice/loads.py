@@ -87,7 +87,7 @@ def changed(folder: Path, to: Path, change: Any) -> Path:
 
 @advice(
     ": a key is the bare name of a class, which is replaced wherever it is; write {}, or give a path in module_map",
-    "Correct it or take it out; with strict=False this is a warning.",
+    "Correct or remove them; with strict=False this is a warning.",
 )
 def paths_and_dotted_names_as_keys(at: Place) -> Steps:
     home = "transformers.models.llama.modeling_llama.LlamaMLP"
@@ -101,7 +101,7 @@ def paths_and_dotted_names_as_keys(at: Place) -> Steps:
     assert type(model.model.layers[1].mlp) is OwnMLP
 
 
-@advice("Correct it or take it out; with strict=False this is a warning.")
+@advice("Correct or remove them; with strict=False this is a warning.")
 def the_nearest_name_is_the_one_that_was_meant(at: Place) -> Steps:
     typos: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"class_mapping": {"LlamaMPL": OwnMLP}}, {"class_mapping": {"LlamaMLP": OwnMLP}}),
@@ -349,7 +349,7 @@ def a_gguf_file_that_is_converted(at: Place) -> Steps:
     assert hasattr(model.model.layers[1].mlp, "gate_up_proj")
 
 
-@advice("Give it to what loads or makes a model; the parts of one that is put together take encoder_patcher=")
+@advice("Pass it to what loads or constructs a model; the parts of a composite model take encoder_patcher=")
 def a_patcher_in_a_config(at: Place) -> Steps:
     patcher, bert = Patcher(fusions="qkv"), at.tmp / "bert"
     yield lambda: LlamaForCausalLM(LlamaConfig(**tiny_llama_config().to_dict() | {"patcher": patcher}))
@@ -371,7 +371,7 @@ def in_layout(at: Place, name: str) -> Path:
     return at.tmp / name
 
 
-@advice('Give that file its "fusion_config": {"patcher": [...]} back, as save_pretrained(..., ')
+@advice('Restore "fusion_config": {"patcher": [...]} in that file, as save_pretrained(..., ')
 def a_layout_that_nothing_names(at: Place) -> Steps:
     folder = in_layout(at, "layout")
     config = json.loads((folder / "config.json").read_text())

@@ -160,7 +160,7 @@ def an_operation_that_writes_to_what_it_is_given(at: Place) -> Steps:
     assert same(filled(at, checkpoint_weights(load(at.llama, doubled(Twice)))), at.llama)
 
 
-@advice("The weights of one model of transformers are meant, and {} has {}. Give the model itself.")
+@advice("Weights are those of one model of transformers, and {} contains {}. Pass the model itself.")
 def weights_of_several_models(at: Place) -> Steps:
     both = nn.ModuleList([load(at.llama), load(at.llama, QKV)])
     yield lambda: checkpoint_weights(both)
@@ -168,8 +168,7 @@ def weights_of_several_models(at: Place) -> Steps:
 
 
 @advice(
-    "{} is split by FullyShardedDataParallel, whose parameters are pieces of no shape. Split it by fully_shard "
-    "(FSDP2) instead."
+    "{} is split by FullyShardedDataParallel, whose parameters are flattened. Split it by fully_shard (FSDP2) instead."
 )
 def weights_that_are_split_without_shapes(at: Place) -> Steps:
     with one_process():
@@ -180,7 +179,7 @@ def weights_that_are_split_without_shapes(at: Place) -> Steps:
         assert same(filled(at, checkpoint_weights(fully_shard(load(at.llama), mesh=mesh))), at.llama)
 
 
-@advice("Give it all tensors of one checkpoint, or write strict=False if it is to keep the rest.")
+@advice("Pass all tensors of one checkpoint, or write strict=False to keep the other values.")
 def weights_of_which_some_are_missing(at: Place) -> Steps:
     weights, model = dict(checkpoint_weights(load(at.llama))), load(at.llama, QKV)
     some = {name: value for name, value in weights.items() if "k_proj" not in name}
