@@ -281,8 +281,8 @@ def _code_of(cls: type[nn.Module]) -> dict[str, Any]:
     for name, function in functions_of(cls).items():
         code = of_code(function.__code__)
         used = (function.__globals__.get(used_name) for used_name in code.global_names)
-        codes = [of_code(item.__code__).does for item in map(inspect.unwrap, filter(inspect.isfunction, used))]
-        result[name] = code.does, codes
+        codes = [of_code(item.__code__).operations for item in map(inspect.unwrap, filter(inspect.isfunction, used))]
+        result[name] = code.operations, codes
     return result
 
 

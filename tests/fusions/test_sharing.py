@@ -407,7 +407,7 @@ ODD: dict[str, str | bool] = {
     f"{ALL}\nother = self.q_proj": r"Odd\.forward takes q_proj as a module of its own",
     "q, k, v = self.q_proj(x, x), self.k_proj(x), self.v_proj(x)": "doesn't pass one positional argument",
     "q, k, v = self.q_proj(*[x]), self.k_proj(x), self.v_proj(x)": "doesn't pass one positional argument",
-    "q, k, v = [self.q_proj(x) for _ in 'a'][0], self.k_proj(x), self.v_proj(x)": "q_proj is called in a comprehension",
+    "q, k, v = [self.q_proj(x) for _ in 'a'][0], self.k_proj(x), self.v_proj(x)": "called in a comprehension",
     f"def f():\n    return self.q_proj(x)\n\n\n{ALL}": "q_proj is called in a nested function",
     f"def f():\n    x.add_(1)\n\n\n{ALL}": "it may write in place",
     f"f = lambda: x.add_(1)\n{ALL}": "may run between the projections",

@@ -80,7 +80,6 @@ OTHERS_OWN = {
     "_backward_hooks": "torch: the same",
     "_backward_pre_hooks": "torch: the same",
     "_python_dispatch": "torch: the module of TorchDispatchMode",
-    "_version": "torch: how often a tensor was written in place",
     "_getframe": "sys: see FRAMES",
     "_asdict": "named tuples",
     "_replace": "named tuples",
