@@ -190,7 +190,7 @@ REFUSALS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "shapes": (
         lambda state: state["state"][f"{ATTENTION}q_proj.weight"].update(exp_avg=torch.zeros(3, 4)),
-        r"exp_avg of .*q_proj\.weight.* is \(3, 4\) and .* in the state, and the shape of what it is for is \(16, 16",
+        r"exp_avg of .*attn\.q_proj\.weight is \(3, 4\) in the state, and the parameter is \(16, 16\)\.",
     ),
     "unknown": (
         lambda state: state["param_groups"][0]["params"].append("model.other"),
