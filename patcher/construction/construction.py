@@ -1,8 +1,7 @@
-"""One construction: what is built, from the outermost model down, and what it was built in place of.
+"""The construction of one outermost model: the replacements that are built, and what they replace.
 
-The only mutable object of a load, made where the outermost model begins and private to the thread that builds it. It
-ends with what made it: a load, `from_config`, a skeleton, or in an `applied()` block the gate that the `__init__` of a
-model passes through.
+It is the only mutable object of a load, and private to its thread. It belongs to a load, to `from_config`, to a
+skeleton, or in an `applied()` block to the `__init__` of a model.
 """
 
 from __future__ import annotations
@@ -30,55 +29,54 @@ from patcher.errors import PatchConstructionError, PatcherError
 
 @dataclass(frozen=True, eq=False)
 class Built:
-    """One replacement that was built, and how: enough to build it again."""
+    """A replacement that was built, with what it takes to build it again."""
 
     module: nn.Module
     match: Match
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    #: not a part of another replacement
+    #: whether no other replacement has built it
     outermost: bool
-    #: the names of its parameters, and the how-manieth each was that it registered
+    #: name of a parameter -> its index in the order of registration
     numbers: Mapping[str, int]
 
     @property
     def replacement(self) -> type[nn.Module]:
-        """Its class."""
         return self.match.replacement
 
 
-#: replacements, each with the path at which the model has it
+#: (path in the model, replacement)
 Placed = tuple[tuple[str, Built], ...]
 
 
 @dataclass(eq=False, repr=False)
 class Construction:
-    """What happens while one model is built.
+    """The state of a construction.
 
     Args:
-        rules: what is in force.
-        by_hand: no checkpoint is read: the model is finished when its modules are constructed.
-        is_skeleton: built for its names and shapes only: no fusions, nothing is judged.
+        rules: the mappings in force.
+        by_hand: whether no checkpoint is read: the model is finished when its modules are constructed.
+        is_skeleton: whether the model is built for names and shapes only, without fusions and checks.
     """
 
     rules: ClassRules
     _: KW_ONLY
     by_hand: bool = False
     is_skeleton: bool = False
-    #: the outermost model, as soon as its `__init__` has begun, and whether it has called `post_init`
+    #: the outermost model, once its `__init__` has begun, and whether it has called `post_init`
     root: PreTrainedModel | None = field(init=False, default=None)
     is_constructed: bool = field(init=False, default=False)
     built: list[Built] = field(init=False, default_factory=list)
     outcome: Outcome = field(init=False, default_factory=Outcome)
-    #: what the patchers in force do to the model once its modules are constructed
+    #: the `Resolution` of the model
     resolution: Any = field(init=False, default=None)
-    #: the functions that are replaced in the model
+    #: the functions that are replaced in it
     functions: Any = field(init=False, default=None)
-    #: the constructor arguments of all modules, where constructed ones may be built again
+    #: id -> module and constructor arguments, if modules may be built again
     arguments: dict[int, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] | None = field(init=False, default=None)
-    #: what is left to do when the model, whose `__init__` may go on after `post_init`, is built by hand
+    #: callbacks at the end of a model built by hand, whose `__init__` may go on after `post_init`
     at_end: list[Callable[[], None]] = field(init=False, default_factory=list)
-    #: where the parameters of the replacement go that is built now
+    #: of the replacement that is being built
     meta_init: MetaInit | None = field(init=False, default=None)
     _building: list[nn.Module] = field(init=False, default_factory=list)
     _noted: dict[type[nn.Module], Match] = field(init=False, default_factory=dict)
@@ -86,25 +84,23 @@ class Construction:
     def replaced(
         self, cls: type[nn.Module], name: str, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> nn.Module | None:
-        """Build what is in force in place of `cls`; None if nothing is, or the caller's own code is to build that.
-
-        To be called by what takes the place of a constructor.
+        """Build the replacement of `cls`, for a gate or stand-in; None if the class itself is to be built.
 
         Args:
-            name: to which modeling code has bound the class, "" for its own.
-            module: the bare object of `cls`, if there is one yet.
+            name: the name to which modeling code has bound the class, "" for its own.
+            module: the uninitialized object of `cls`, if there is one yet.
         """
         if module is not None and self.arguments is not None:
             self.arguments[id(module)] = (module, args, kwargs)
-        # Inside of a replacement's own code a class is what its name says: only what modeling code builds there is
-        # replaced. Otherwise a replacement could not wrap an object of the class that it replaces.
+        # A replacement may wrap an object of the class that it replaces: inside of it, only modules that modeling code
+        # builds are replaced.
         is_inside = bool(self._building) and not is_modeling_module(calling_module(2))
-        if is_inside or any(module is each for each in self._building):
+        if is_inside or any(module is outer for outer in self._building):
             return None
         match = self.rules.match(cls, name)
         if match is None:
             return None
-        if match.replacement is cls:  # whatever the outer patchers say
+        if match.replacement is cls:  # an inner patcher restores the class
             self._note(match)
             return None
         module = cls.__new__(cls) if module is None else module
@@ -112,21 +108,21 @@ class Construction:
         return module
 
     def end(self) -> None:
-        """Do what is left to do when the model is built."""
+        """Run the callbacks."""
         for finish in self.at_end:
             finish()
 
     def _note(self, match: Match) -> None:
-        """Remember which keys have had an effect."""
+        """Add the keys of a match to the outcome."""
         if self._noted.get(match.original) is not match:
             self._noted[match.original] = match
             self.outcome |= Outcome(frozenset(self.rules.matched(match)))
 
     def build(self, module: nn.Module, match: Match, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make an object of a class the one of its replacement.
+        """Initialize an object of the original class as one of the replacement.
 
         Raises:
-            PatchConstructionError: it can't be built, or what is to be the model itself would be none.
+            PatchConstructionError: if it can't be built, or would be the model without being a `PreTrainedModel`.
         """
         original, replacement = match.original, match.replacement
         is_model = issubclass(original, PreTrainedModel) and not issubclass(replacement, PreTrainedModel)
@@ -144,39 +140,39 @@ class Construction:
         if self._construct(meta_init, module, match, args, kwargs):
             if meta_init.to_meta and not self.is_skeleton:
                 meta_init.check_values(module)
-            numbers = meta_init.numbers(module)  # now, for a quantizer may put others in their places
-        mark_original_class(module, original)  # again: `__init__` may have started from an empty `__dict__`
-        if match.field == "class_mapping":  # others say themselves what they have matched
+            numbers = meta_init.numbers(module)  # before a quantizer replaces parameters
+        mark_original_class(module, original)  # again: `__init__` may have cleared `__dict__`
+        if match.field == "class_mapping":  # other fields have been recorded already
             self._note(match)
         self.built.append(Built(module, match, args, kwargs, is_outermost, numbers))
 
     def build_again(self, built: Built, meta_init: MetaInit) -> nn.Module:
-        """Build a replacement once more, for the values that its `__init__` gives to new weights."""
+        """Build a replacement once more, for the initial values of its new weights."""
         module = built.match.original.__new__(built.match.original)
         self._construct(meta_init, module, built.match, built.args, built.kwargs)
         return module
 
     def _construct(self, meta_init: MetaInit, module: nn.Module, match: Match, args: Any, kwargs: Any) -> bool:
-        """Turn a bare object of a class into an initialised one of its replacement.
+        """Initialize an object as one of the replacement.
 
         Returns:
-            Whether its parameters went where `meta_init` says, and not where that of a replacement around it does.
+            Whether `meta_init` was used, and not that of a replacement around it.
 
         Raises:
-            PatchConstructionError: the replacement raised, or its objects have another layout in memory.
+            PatchConstructionError: if the replacement raises, or its objects have another layout in memory.
         """
         original, replacement, outer = match.original, match.replacement, self.meta_init
         inner = self.meta_init = outer or meta_init
         self._building.append(module)
         try:
             with nullcontext() if outer is not None else inner.in_force():
-                _initialise(module, original, replacement, args, kwargs)
+                _initialize(module, original, replacement, args, kwargs)
         except PatcherError:
             raise
         except Exception as error:
-            if any(error is each for each in inner.wanting):
+            if any(error is wanting for wanting in inner.wanting):
                 raise without_value(replacement, f"something ({type(error).__name__}: {error})") from error
-            arguments = [_short(value) for value in args] + [f"{key}={_short(kwargs[key])}" for key in kwargs]
+            arguments = [*map(_short_repr, args), *(f"{key}={_short_repr(value)}" for key, value in kwargs.items())]
             raise PatchConstructionError(
                 f"{replacement.__qualname__} could not be built in place of {original.__qualname__}"
                 f"{_where(error.__traceback__)}: {type(error).__name__}: {error}\n"
@@ -191,7 +187,7 @@ class Construction:
 
 @contextmanager
 def construction_here() -> Iterator[Construction | None]:
-    """The construction that this code is a part of; in a block, one for what is built here, with its parts."""
+    """Yield the construction that this code is a part of, or a new one in an `applied()` block, or None."""
     construction = construction_around()
     if construction is None and (entries := entered()):
         construction = Construction(ClassRules(entries), by_hand=True)
@@ -204,23 +200,17 @@ def construction_here() -> Iterator[Construction | None]:
 
 
 def calling_module(depth: int) -> str:
-    """The name of the module whose code calls: 1 is the caller of the function that asks, 2 is who called that."""
+    """Return the name of the calling module: 1 is the caller of the function that calls this, 2 its caller."""
     return str(sys._getframe(depth + 1).f_globals.get("__name__", ""))
 
 
 def _check_parameters(original: type[nn.Module], replacement: type[nn.Module]) -> None:
-    """Raise where a replacement has a parameter under the name that it had in older releases of transformers.
-
-    What is given under the new name would be lost in its `**kwargs`, a cache for one.
-
-    Raises:
-        PatchConstructionError: with both names.
-    """
+    """Raise if `forward` has a parameter by its old name: an argument by the new name would be lost in `**kwargs`."""
     if not (renamed := renamed_parameters(original.forward)):
         return
-    known = inspect.signature(replacement.forward).parameters
+    parameters = inspect.signature(replacement.forward).parameters
     for old, new in renamed.items():
-        if old in known and new not in known:
+        if old in parameters and new not in parameters:
             raise PatchConstructionError(
                 f"{replacement.__qualname__}.forward has a parameter {old!r}, which is called {new!r} in "
                 f"{original.__qualname__}.forward of transformers {transformers.__version__}, so what is given would "
@@ -228,7 +218,7 @@ def _check_parameters(original: type[nn.Module], replacement: type[nn.Module]) -
             )
 
 
-def _initialise(
+def _initialize(
     module: nn.Module, original: type[nn.Module], replacement: type[nn.Module], args: Any, kwargs: Any
 ) -> None:
     if type(replacement).__call__ is not type.__call__ or replacement.__new__ is not original.__new__:
@@ -239,7 +229,7 @@ def _initialise(
     module.__class__ = replacement
     inherit_loading_attributes(module, original)
     returned = module.__init__(*args, **kwargs)  # type: ignore[misc]
-    if returned is not None:  # where Python calls `__init__` itself, it looks; a generator hasn't even begun
+    if returned is not None:  # as `type.__call__` checks; a generator hasn't even begun
         raise PatchConstructionError(
             f"{replacement.__qualname__}.__init__ returns an object of {type(returned).__name__}: it must return None"
             f"{', so it must not contain yield' if inspect.isgenerator(returned) else ''}."
@@ -251,13 +241,13 @@ def _initialise(
         )
 
 
-def _short(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = repr(value) if isinstance(value, bool | int | float | str | None) else f"<{type(value).__name__}>"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _where(traceback: TracebackType | None) -> str:
-    """The line of modeling code that constructs the object: the frame outside of this package."""
+    """Describe the line that constructs the object: the first frame outside of this package."""
     frame = traceback.tb_frame if traceback is not None else None
     package = str(Path(__file__).parent.parent)
     while frame is not None and frame.f_code.co_filename.startswith(package):

@@ -1,4 +1,4 @@
-"""Modules that are replaced by their path: when the outermost model has constructed all, before it looks at them."""
+"""Replacing modules by their paths, once the outermost model has constructed all and before it uses them."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from patcher.patterns import inside
 
 
 def replace_modules(construction: Construction, model: PreTrainedModel) -> None:
-    """Build the replacements of the modules that a module mapping names, from the outside in.
+    """Replace the modules that module mappings name, from the outside in.
 
     Raises:
-        PatchConflictError: two patterns ask for different classes in place of one module.
-        PatchConstructionError: a replacement can't be built, or the arguments of what it replaces can't be known.
+        PatchConflictError: if two patterns map one module to different classes.
+        PatchConstructionError: if a replacement can't be built, or the arguments of the original aren't known.
     """
     if not any(entry.patcher.module_mapping for entry in construction.rules.entries):
         return
     used: dict[str, frozenset[tuple[InForce, str]]] = {}
-    waiting = [""]
-    for path in waiting:  # which grows, as long as there are modules inside
+    paths = [""]
+    for path in paths:  # grows by the children of each module
         if path and path not in used:
             _replace(construction, model, path, used)
         children = model.get_submodule(path)._modules
-        waiting += [inside(path) + name for name, child in children.items() if child is not None]
+        paths += [inside(path) + name for name, child in children.items() if child is not None]
 
 
 def _replace(
     construction: Construction, model: nn.Module, path: str, used: dict[str, frozenset[tuple[InForce, str]]]
 ) -> None:
-    """Replace the module at a path, if all paths at which the model has it are named.
+    """Replace the module at a path if mappings match all of its paths.
 
     Args:
-        used: the paths that are replaced, and the keys that have done it: they mean nothing inside of that.
+        used: replaced path -> the keys that matched it, which don't apply inside of it.
     """
 
     def used_around(path: str) -> frozenset[tuple[InForce, str]]:
@@ -54,25 +54,25 @@ def _replace(
     match = rules.match_path(path, cls, used_around(path))
     if match is None:
         return
-    paths = [other for other, each in named_modules(model) if each is module]
+    paths = [other for other, submodule in named_modules(model) if submodule is module]
     for other in paths:
-        its = rules.match_path(other, cls, used_around(other))
-        if its is None:
-            named = match.entry, "module_mapping"
+        other_match = rules.match_path(other, cls, used_around(other))
+        if other_match is None:
+            member = match.entry, "module_mapping"
             problem = (
                 f"module_mapping: {match.key!r} names {path}, which is {other} as well: a module at two paths is "
                 f"replaced where both are named; add {other!r} with the same class"
             )
-            outcome = Outcome(frozenset({(*named, match.key)}), {(*named, ((path, other),)): partial(str, problem)})
+            outcome = Outcome(frozenset({(*member, match.key)}), {(*member, ((path, other),)): partial(str, problem)})
             construction.outcome |= outcome
             return
-        if its.replacement is not match.replacement:
+        if other_match.replacement is not match.replacement:
             raise PatchConflictError(
                 f"module_mapping: {path} and {other} are one module, and {match.key!r} maps it to "
-                f"{match.replacement.__qualname__}, {its.key!r} to {its.replacement.__qualname__}. Map both to "
-                "one class."
+                f"{match.replacement.__qualname__}, {other_match.key!r} to {other_match.replacement.__qualname__}. "
+                "Map both to one class."
             )
-    if type(module) is not match.replacement:  # as it is of a part that was loaded separately
+    if type(module) is not match.replacement:  # as in a part that was loaded separately
         module = rebuilt(construction, path, module, match)
     for other in paths:
         parent, _, name = other.rpartition(".")
@@ -83,21 +83,21 @@ def _replace(
 
 
 def rebuilt(construction: Construction, path: str, module: nn.Module, match: Match) -> nn.Module:
-    """What is replaced by its path, or is fused, built with the arguments that made the constructed module there.
+    """Build the replacement or fused class of a constructed module with that module's arguments.
 
     Raises:
-        PatchConstructionError: it can't be built, or the arguments can't be known.
+        PatchConstructionError: if it can't be built, or the arguments aren't known.
     """
     cls = stock_class(module)
-    if found := (construction.arguments or {}).get(id(module)):
-        _, args, kwargs = found
+    if recorded := (construction.arguments or {}).get(id(module)):
+        _, args, kwargs = recorded
     elif cls.__module__.startswith("torch."):
         args, kwargs = _attributes(path, module, match)
     else:
         by = "a copy of another module" if is_modeling_module(cls.__module__) else f"built by code in {cls.__module__}"
         raise PatchConstructionError(
-            f"{_named(path, match)}, and with which arguments the {cls.__qualname__} there was made can't be known: "
-            f"it is {by}. {_instead(path, match)}"
+            f"{_subject(path, match)}, and with which arguments the {cls.__qualname__} there was made can't be known: "
+            f"it is {by}. {_advice(path, match)}"
         )
     new = match.original.__new__(match.original)
     construction.build(new, match, args, kwargs)
@@ -106,41 +106,41 @@ def rebuilt(construction: Construction, path: str, module: nn.Module, match: Mat
 
 
 def _attributes(path: str, module: nn.Module, match: Match) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of the constructor of one of torch's own modules, from its attributes of the same names.
+    """Return constructor arguments of a module of torch, from its attributes of the same names.
 
-    What has its default is given where the replacement takes it, all else in any case.
+    Defaults are left out if the replacement doesn't take them.
     """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    taken = inspect.signature(match.replacement).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+    accepted = inspect.signature(match.replacement).parameters
+    accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     for name, parameter in inspect.signature(type(module)).parameters.items():
-        if name in ("device", "dtype") or name.startswith("_"):  # not what makes a module what it is
+        if name in ("device", "dtype") or name.startswith("_"):
             continue
         value = getattr(module, name, parameter)
         is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if is_variadic or value is parameter or isinstance(value, nn.Module) or inspect.ismethod(value):
             raise PatchConstructionError(
-                f"{_named(path, match)}, a {type(module).__qualname__} of torch, whose constructor takes "
-                f"{parameter}, and that isn't among its attributes. {_instead(path, match)}"
+                f"{_subject(path, match)}, a {type(module).__qualname__} of torch, whose constructor takes "
+                f"{parameter}, and that isn't among its attributes. {_advice(path, match)}"
             )
-        if name == "bias" and not isinstance(value, bool):  # the parameter, which the argument asks for
+        if name == "bias" and not isinstance(value, bool):  # the attribute is the parameter
             value = value is not None
         if parameter.default is parameter.empty:
             args.append(value)
-        elif takes_all or name in taken or value != parameter.default:
+        elif accepts_all or name in accepted or value != parameter.default:
             kwargs[name] = value
-    for own in module.parameters(recurse=False):
-        if own.dtype != torch.get_default_dtype():
-            kwargs["dtype"] = own.dtype
+    for weight in module.parameters(recurse=False):
+        if weight.dtype != torch.get_default_dtype():
+            kwargs["dtype"] = weight.dtype
     return tuple(args), kwargs
 
 
-def _named(path: str, match: Match) -> str:
+def _subject(path: str, match: Match) -> str:
     return f"{match.key!r} takes {path}" if match.field == "fusions" else f"module_mapping names {path}"
 
 
-def _instead(path: str, match: Match) -> str:
+def _advice(path: str, match: Match) -> str:
     if match.field == "fusions":
         return "Leave it out of the fusion: its modules=... say which it takes."
     if not (parent := path.rpartition(".")[0]):
