@@ -104,10 +104,8 @@ class MetaInit(NoValues):
 
     def numbers(self, module: nn.Module) -> dict[str, int]:
         """Return name -> index of the parameters that were registered."""
-        indices = {
-            name: self._registered.get(parameter, (None, None))[1] for name, parameter in named_parameters(module)
-        }
-        return {name: index for name, index in indices.items() if index is not None}
+        named = [(name, parameter) for name, parameter in named_parameters(module) if parameter in self._registered]
+        return {name: self._registered[parameter][1] for name, parameter in named}
 
     def check_values(self, module: nn.Module) -> None:
         """Check that no buffer or attribute of a replacement depends on the value of a parameter.

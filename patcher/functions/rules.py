@@ -1,4 +1,4 @@
-"""Which function is called in place of another one: the function mappings in force."""
+"""Which function is called in place of another: the function mappings in force."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 from patcher.source.alike import without_kernel
 from patcher.spec.like import Like, find_like, reference
 
-#: What reports call a function.
+#: `module:name` of a function, as reports show it.
 full_name = reference
-#: One function mapping after the other, the innermost first, as they are hashed and pickled.
+#: Function mappings in a form that can be hashed and pickled, the innermost first.
 Layers = tuple[tuple[tuple[str, Callable[..., Any]], ...], ...]
 
 
 @dataclass(frozen=True)
 class Hit:
-    """What is called in place of a function.
+    """A function and its replacement.
 
     Attributes:
-        keys: (number of the mapping, key) of all that name it: that which decides, then those that it overrides.
-        callers: the names of the classes of a model that call it, directly or through other functions.
+        keys: (index of the mapping, key) of all keys that match: the first one decides.
+        callers: the names of the classes of a model that call the function, directly or through others.
     """
 
     keys: tuple[tuple[int, str], ...]
@@ -36,7 +36,7 @@ class Hit:
 
 
 class FunctionRules:
-    """Function mappings. The innermost wins; within one `module:name`, before a bare name, before what it is like.
+    """Function mappings. The innermost wins; within a mapping `module:name`, then a bare name, then `like(...)`.
 
     >>> FunctionRules(((("apply_rotary_pos_emb", print),),)).hit("apply_rotary_pos_emb", max).replacement
     <built-in function print>
@@ -46,18 +46,18 @@ class FunctionRules:
         self.mappings = [dict(layer) for layer in layers]
         keys = [key for mapping in self.mappings for key in mapping]
         self.has_likes = any(isinstance(key, Like) for key in keys)
-        #: `module:name` -> the function, None where no such module is imported: no code has it from there
-        self.named = {key: _named(key) for key in keys if ":" in key and not isinstance(key, Like)}
-        self.replacements = {id(function): function for each in self.mappings for function in each.values()}
+        #: `module:name` -> the function, None if the module isn't imported, so that no code can have it
+        self.named = {key: _function_at(key) for key in keys if ":" in key and not isinstance(key, Like)}
+        self.replacements = {id(function): function for mapping in self.mappings for function in mapping.values()}
 
     def hit(self, name: str, value: Any) -> Hit | None:
-        """What is called in place of a function that code knows by a name, None if it stays."""
+        """Return the replacement of a function that code finds by a name, None if it isn't replaced."""
         if isinstance(value, type) or not callable(value):
             return None
         exact = [key for key, function in self.named.items() if function is value]
-        found = [
-            (number, key)
-            for number, mapping in enumerate(self.mappings)
+        keys = [
+            (index, key)
+            for index, mapping in enumerate(self.mappings)
             for key in (
                 *exact,
                 *dict.fromkeys((name, getattr(value, "__name__", None))),
@@ -65,11 +65,11 @@ class FunctionRules:
             )
             if key in mapping
         ]
-        replacement = self.mappings[found[0][0]][found[0][1]] if found else value
-        return Hit(tuple(found), value, replacement) if replacement is not value else None
+        replacement = self.mappings[keys[0][0]][keys[0][1]] if keys else value
+        return Hit(tuple(keys), value, replacement) if replacement is not value else None
 
 
-def _named(key: str) -> Any:
-    """What `module:name` names, None if there is no such thing, or its module isn't imported."""
+def _function_at(key: str) -> Any:
+    """Return what `module:name` is bound to, None if it isn't or the module isn't imported."""
     module, _, name = key.partition(":")
     return without_kernel(vars(sys.modules[module]).get(name)) if module in sys.modules else None
