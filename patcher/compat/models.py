@@ -9,16 +9,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._C import DisableTorchFunction as DisableTorchFunction
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN as ACT2FN
+from transformers.distributed import tensor_parallel
 from transformers.integrations import moe
 from transformers.integrations.accelerate import (
     get_device as get_device,
@@ -32,11 +35,11 @@ from transformers.modeling_utils import (
     remove_tied_weights_from_state_dict,
     str_to_torch_dtype as str_to_torch_dtype,
 )
+from transformers.utils import output_capturing
 from transformers.utils.generic import TransformersKwargs as TransformersKwargs
 from transformers.utils.hub import get_checkpoint_shard_files, has_file as _has_file
 
 from patcher.compat.modeling_code import STANDS_FOR, unrebound
-from patcher.compat.parallel import unsplit_class
 from patcher.patterns import inside
 
 #: What of `PreTrainedModel` says something of one class, and not of what it loads.
@@ -386,3 +389,108 @@ def is_initialized(tensor: torch.Tensor | nn.Module) -> bool:
 
 def forget_initialized(tensor: torch.Tensor) -> None:
     tensor.__dict__.pop("_is_hf_initialized", None)
+
+
+# --- recorders of outputs --------------------------------------------------------------------------------------------
+
+
+def output_recorders(model: PreTrainedModel) -> list[tuple[str, output_capturing.OutputRecorder]]:
+    """What the model's class records, as (output name, recorder) pairs."""
+    if type(output_capturing._CAN_RECORD_REGISTRY) is dict:  # up to 5.17
+        entries = dict.get(output_capturing._CAN_RECORD_REGISTRY, str(model.__class__)) or {}
+    else:
+        entries = output_capturing._CAN_RECORD_REGISTRY.get(model) or {}
+    recorders = []
+    for key, specs in entries.items():
+        for spec in specs if isinstance(specs, list) else [specs]:
+            if not isinstance(spec, output_capturing.OutputRecorder):
+                is_name = isinstance(spec, str)
+                spec = output_capturing.OutputRecorder(
+                    target_class=None if is_name else spec,  # type: ignore[arg-type]
+                    index=0 if "hidden_states" in key else 1,
+                    class_name=spec if is_name else None,
+                )
+            recorders.append((key, spec))
+    return recorders
+
+
+def mark_recorded(model: PreTrainedModel) -> None:
+    """Let transformers know that the hooks are installed."""
+    model._output_capturing_hooks_installed = True  # type: ignore[assignment]
+
+
+def output_hook(key: str, index: int, capture_initial_hidden_state: bool) -> Any:
+    """The forward hook with which transformers records an output."""
+    taken: list[Any] = []
+    # No module: one that is made while `torch.compile` looks on would break its graph.
+    bearer: Any = SimpleNamespace(register_forward_hook=taken.append)
+    output_capturing.install_output_capuring_hook(bearer, key, index, capture_initial_hidden_state)
+    return taken[0]
+
+
+def record_replacements(model: nn.Module, replacement_of: Callable[[str], type[nn.Module] | None]) -> None:
+    """Have the recorders of a model and its sub-models, on the instances, look for replacements of classes."""
+
+    def changed(recorder: Any) -> Any:
+        if isinstance(recorder, output_capturing.OutputRecorder):
+            target: type[nn.Module] | None = recorder.target_class  # None where the path decides
+            name = recorder.class_name if target is None else target.__name__
+            replacement = replacement_of(name) if name else None
+            return recorder if replacement is None else replace(recorder, target_class=replacement)
+        return replacement_of(recorder if isinstance(recorder, str) else recorder.__name__) or recorder
+
+    for module in model.modules():
+        recorders = getattr(module, "_can_record_outputs", None)
+        if isinstance(recorders, dict):
+            module.__dict__["_can_record_outputs"] = {
+                output: [changed(item) for item in value] if isinstance(value, list) else changed(value)
+                for output, value in recorders.items()
+            }
+
+
+def forget_recorded(module: nn.Module) -> None:
+    """Take the hooks off that record the outputs of a module: they are installed anew when recording is requested."""
+    for key, hook in list(module._forward_hooks.items()):
+        if getattr(getattr(hook, "_hook", hook), "__module__", None) == output_capturing.__name__:
+            del module._forward_hooks[key]
+    module.__dict__.pop("_output_capturing_hooks_installed", None)
+
+
+# --- models on several processes -------------------------------------------------------------------------------------
+
+
+class Sizes(NamedTuple):
+    """Among how many processes a load shares what: tensors, experts, batches, stages of a pipeline."""
+
+    tensors: int
+    experts: int
+    batches: int
+    stages: int
+
+
+def sizes(config: Any) -> Sizes:
+    """What a `DistributedConfig` asks for, or a mapping that says one, or None."""
+
+    def size(name: str) -> int:
+        value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+        return int(value) if value else 1
+
+    return Sizes(size("tp_size"), size("ep_size"), size("fsdp_size") * size("dp_replicate_size"), size("pp_size"))
+
+
+def in_plan(name: str) -> str:
+    """What plans call a module or parameter: with `*` for the numbers in its name."""
+    return str(tensor_parallel.replace_layer_number_by_wildcard(name))  # type: ignore[attr-defined]
+
+
+def set_plans(model: PreTrainedModel, tensors: dict[str, str], experts: dict[str, str] | None) -> None:
+    """Give a model its plans."""
+    model._tp_plan = tensors
+    if experts is not None:
+        model._ep_plan = experts
+
+
+def unsplit_class(module: nn.Module) -> type[Any]:
+    """The class of a module, without what `fully_shard` has made of it."""
+    cls = type(module)
+    return cls.__mro__[cls.__mro__.index(FSDPModule) + 1] if isinstance(module, FSDPModule) else cls

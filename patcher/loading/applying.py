@@ -27,13 +27,13 @@ from patcher.compat.models import (
     ORIGINAL,
     LoadStateDictConfig,
     forget_no_split_names,
+    forget_recorded,
     mark_initialized,
     named_modules,
     named_parameters,
     state_tensors,
     stock_class,
 )
-from patcher.compat.recorders import forget_recorded
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction
 from patcher.construction.gates import in_force
