@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from patcher.compat.held import attributes, tensors_in
+from patcher.compat.attributes import attributes, tensors_in
 from patcher.compat.modeling_code import is_modeling_module
 from patcher.compat.models import DisableTorchFunction, named_modules, named_parameters
 from patcher.construction.in_force import construction_around

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from patcher.compat.held import parts_of
+from patcher.compat.attributes import parts_of
 from patcher.compat.modeling_code import is_architecture_module, is_modeling_module, registered
 from patcher.construction.gates import own_members
 from patcher.functions.rules import FunctionRules, Hit

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from patcher.compat.held import attributes
+from patcher.compat.attributes import attributes
 from patcher.compat.modeling_code import chosen_in, is_architecture_module, unrebound
 from patcher.compat.models import named_modules
 from patcher.errors import PatchConstructionError

@@ -16,13 +16,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from patcher.compat.attributes import has_gradient_hooks, is_compiled, share_storage
 from patcher.compat.conversions import (
     has_used_conversions,
     set_used_conversions,
     stock_conversions,
     stock_conversions_from_scratch,
 )
-from patcher.compat.held import has_gradient_hooks, is_compiled, share_storage
 from patcher.compat.models import (
     ORIGINAL,
     LoadStateDictConfig,
