@@ -1,4 +1,4 @@
-"""Which functions refer to which, by bytecode, closures and defaults: a graph of objects in which hits are marked.
+"""Which functions are replaced, and which refer to them, by bytecode, closures and defaults: a graph of objects.
 
 A function can be replaced for one model where code finds it by a global name, in a closure, as a default or as a
 member of a class: `Rebinder` copies what is around it. Any other edge (into a table, an object, a class that isn't a
@@ -26,8 +26,11 @@ from torch import nn
 from patcher.compat.attributes import parts_of
 from patcher.compat.modeling_code import is_architecture_module, is_modeling_module, registered
 from patcher.construction.gates import own_members
-from patcher.functions.rules import FunctionRules, Hit
 from patcher.source.alike import without_kernel
+from patcher.spec.like import Like, find_like, reference
+
+#: Function mappings in a form that can be hashed and pickled, the innermost first.
+Layers = tuple[tuple[tuple[str, Callable[..., Any]], ...], ...]
 
 #: Packages whose functions don't call those of a model.
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "accelerate", "peft", "patcher", "kernels"} - {"__main__"}
@@ -35,6 +38,68 @@ _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "accelerate", "peft", 
 _CONTAINERS = (dict, list, tuple, set, frozenset, CellType, MethodType, functools.partial, functools.partialmethod)
 #: Kinds of edges: to an entry of a table that all models share, and to a module class that code instantiates.
 SHARED, BUILDS = "shared", "builds"
+
+
+# --- which functions are replaced ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A function and its replacement.
+
+    Attributes:
+        keys: (index of the mapping, key) of all keys that match: the first one decides.
+        callers: the names of the classes of a model that call the function, directly or through others.
+    """
+
+    keys: tuple[tuple[int, str], ...]
+    original: Any
+    replacement: Any
+    callers: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return reference(self.original)
+
+
+class FunctionRules:
+    """Function mappings. The innermost wins; within a mapping `module:name`, then a bare name, then `like(...)`.
+
+    >>> FunctionRules(((("apply_rotary_pos_emb", print),),)).hit("apply_rotary_pos_emb", max).replacement
+    <built-in function print>
+    """
+
+    def __init__(self, layers: Layers) -> None:
+        self.mappings = [dict(layer) for layer in layers]
+        keys = [key for mapping in self.mappings for key in mapping]
+        self.has_likes = any(isinstance(key, Like) for key in keys)
+        #: `module:name` -> the function, None if the module isn't imported, so that no code can have it
+        self.named = {key: _function_at(key) for key in keys if ":" in key and not isinstance(key, Like)}
+        self.replacements = {id(function): function for mapping in self.mappings for function in mapping.values()}
+
+    def hit(self, name: str, value: Any) -> Hit | None:
+        """Return the replacement of a function that code finds by a name, None if it isn't replaced."""
+        if isinstance(value, type) or not callable(value):
+            return None
+        exact = [key for key, function in self.named.items() if function is value]
+        keys = [
+            (index, key)
+            for index, mapping in enumerate(self.mappings)
+            for key in (
+                *exact,
+                *dict.fromkeys((name, getattr(value, "__name__", None))),
+                find_like(value, mapping) if self.has_likes else None,
+            )
+            if key in mapping
+        ]
+        replacement = self.mappings[keys[0][0]][keys[0][1]] if keys else value
+        return Hit(tuple(keys), value, replacement) if replacement is not value else None
+
+
+def _function_at(key: str) -> Any:
+    """Return what `module:name` is bound to, None if it isn't or the module isn't imported."""
+    module, _, name = key.partition(":")
+    return without_kernel(vars(sys.modules[module]).get(name)) if module in sys.modules else None
 
 
 # --- what code refers to, read from its bytecode ---------------------------------------------------------------------
@@ -232,15 +297,15 @@ class Graph:
         references, namespace = references_of(function.__code__), function.__globals__
         closure = {name: value for name, value in closure_of(function).items() if not isinstance(value, type)}
         is_library = not is_followed_module(namespace.get("__name__", ""))
-        names = () if is_library else references.read
-        read = [(name, without_kernel(namespace[name.name])) for name in names if name.name in namespace]
-        called = {id(value) for reference, value in read if reference.is_called}
+        global_refs = () if is_library else references.read
+        read = [(ref, without_kernel(namespace[ref.name])) for ref in global_refs if ref.name in namespace]
+        called = {id(value) for ref, value in read if ref.is_called}
         # A function that is passed on is passed to a table of all models, if the code has one.
         tables = [value for value in (*(value for _, value in read), *closure.values()) if _is_registry(value)]
         edges: list[Edge] = []
-        for reference, value in read:
+        for ref, value in read:
             is_kept = id(value) not in called
-            edges += [edge._replace(is_kept=is_kept and edge.to is value) for edge in self._read(value, reference)]
+            edges += [edge._replace(is_kept=is_kept and edge.to is value) for edge in self._read(value, ref)]
         for imported in () if is_library else references.imported:
             edges += self._imported(namespace, *imported)
         for name, value in closure.items():
@@ -256,7 +321,7 @@ class Graph:
             ]
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         edges += [self.edge(value, "a default") for value in defaults if not isinstance(value, type)]
-        used = {*references.written, *(reference.name for reference in references.read)}
+        used = {*references.written, *(ref.name for ref in references.read)}
         for name in sorted(used & self._written_in(namespace)):
             through = f"a function that uses the global {name!r}, which changes"
             edges = [edge if edge.kind else edge._replace(through=edge.through or through) for edge in edges]
@@ -282,9 +347,9 @@ class Graph:
             )
         return self._written[id(namespace)]
 
-    def _read(self, value: Any, reference: Reference) -> list[Edge]:
+    def _read(self, value: Any, ref: Reference) -> list[Edge]:
         """Return the edges for a global name that is bound to a value."""
-        name, place, attributes = reference.name, reference.name, list(reference.attributes)
+        name, place, attributes = ref.name, ref.name, list(ref.attributes)
         while isinstance(value, ModuleType) and attributes:
             place = f"{place}.{attributes[0]}"
             value = vars(value).get(attributes.pop(0))
@@ -293,7 +358,7 @@ class Graph:
         if isinstance(value, type) and issubclass(value, nn.Module):
             if attributes:
                 return self._indirect(inspect.getattr_static(value, attributes[0], None), f"{place}.{attributes[0]}")
-            return [Edge(value, kind=BUILDS)] if reference.is_called and not reference.attributes else []
+            return [Edge(value, kind=BUILDS)] if ref.is_called and not ref.attributes else []
         if place != name:
             return self._indirect(value, place)
         if (shared := _shared(name, value)) or _is_registry(value):

@@ -16,9 +16,12 @@ from patcher.compat.attributes import attributes
 from patcher.compat.modeling_code import chosen_in, is_architecture_module, unrebound
 from patcher.compat.models import named_modules
 from patcher.errors import PatchConstructionError
-from patcher.functions.graph import BUILDS, SHARED, Edge, Node, decompose, references_of
+from patcher.functions.graph import BUILDS, SHARED, Edge, Hit, Layers, Node, decompose, references_of
 from patcher.functions.rebinding import Rebinder, lock, rebinders
-from patcher.functions.rules import Hit, Layers, full_name as full_name
+from patcher.spec.like import reference
+
+#: `module:name` of a function, as reports show it.
+full_name = reference
 
 
 @dataclass(frozen=True, eq=False)

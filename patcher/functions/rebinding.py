@@ -17,8 +17,7 @@ from typing import Any
 from patcher.compat.modeling_code import REBOUND
 from patcher.construction.gates import own_members, without_stand_ins
 from patcher.errors import PatchConstructionError
-from patcher.functions.graph import Edge, Graph, closure_of, decompose, is_followed
-from patcher.functions.rules import FunctionRules, Layers
+from patcher.functions.graph import Edge, FunctionRules, Graph, Layers, closure_of, decompose, is_followed
 from patcher.layouts.carried import RECIPE, reduce_by_recipe
 
 lock = threading.RLock()
