@@ -42,7 +42,7 @@ def config_of(model: Any, options: Options) -> PretrainedConfig:
         return _checked(deepcopy(model), type(model).__name__)
     if not isinstance(model, str | os.PathLike):
         raise InvalidPatcherError(
-            f"a model is named by its repo, its folder or its config, found {reprlib.repr(model)} "
+            f"a model is given by its repo, its folder or its config, found {reprlib.repr(model)} "
             f'({type(model).__name__}); write "./folder", the name of a repo, or for a model in memory model.config.'
         )
     places = {name: value for name, value in options.items() if name in PLACES - {"variant"}}
@@ -107,7 +107,7 @@ def model_class_of(
         cls = _remote_class(auto, config, model, options) or class_in(model_class, config)
         if cls is None:
             raise InvalidPatcherError(
-                f"model_class= takes a class of model, or an Auto class that knows {type(config).__name__}, found "
+                f"model_class= takes a model class, or an Auto class that supports {type(config).__name__}, found "
                 f"{model_class!r}; write model_class=AutoModel."
             )
         return cls
@@ -117,7 +117,7 @@ def model_class_of(
     if config.architectures:
         raise InvalidPatcherError(
             f"The config names {config.architectures[0]} as its architecture, which transformers doesn't have; pass "
-            "model_class=, or trust_remote_code=True if the repo brings its code."
+            "model_class=, or trust_remote_code=True if the repo has its code."
         )
     classes = {task: class_in(getattr(transformers, f"AutoModelFor{task}"), config) for task in _TASKS}
     if classes["MaskedLM"] is not None and not getattr(config, "is_decoder", False):
@@ -125,7 +125,7 @@ def model_class_of(
     if cls := next(filter(None, [*classes.values(), class_in(transformers.AutoModel, config)]), None):
         return cls
     raise InvalidPatcherError(
-        f"No Auto class knows {type(config).__name__}, and it names no architecture; pass model_class=."
+        f"No Auto class supports {type(config).__name__}, and it names no architecture; pass model_class=."
     )
 
 

@@ -222,8 +222,9 @@ def _check_parameters(original: type[nn.Module], replacement: type[nn.Module]) -
         if old in parameters and new not in parameters:
             raise PatchConstructionError(
                 f"{replacement.__qualname__}.forward has a parameter {old!r}, which is called {new!r} in "
-                f"{original.__qualname__}.forward of transformers {transformers.__version__}, so what is given would "
-                f"be ignored. Call it {new!r}; for older releases too, take kwargs.get({new!r}, kwargs.get({old!r}))."
+                f"{original.__qualname__}.forward of transformers {transformers.__version__}, so that argument "
+                f"would be ignored. Call it {new!r}; for older releases too, take "
+                f"kwargs.get({new!r}, kwargs.get({old!r}))."
             )
 
 
@@ -232,8 +233,8 @@ def _initialize(
 ) -> None:
     if type(replacement).__call__ is not type.__call__ or replacement.__new__ is not original.__new__:
         raise PatchConstructionError(
-            f"{replacement.__qualname__} has a __new__, or a metaclass with a __call__, of its own, and takes the "
-            "place of an object that has been made already. Move what it does into __init__."
+            f"{replacement.__qualname__} has a __new__, or a metaclass with a __call__, which isn't called, as an "
+            "existing object becomes one of the replacement. Move its code into __init__."
         )
     module.__class__ = replacement
     inherit_loading_attributes(module, original)
@@ -348,7 +349,7 @@ def rebuilt(construction: Construction, path: str, module: nn.Module, match: Mat
     else:
         by = "a copy of another module" if is_modeling_module(cls.__module__) else f"built by code in {cls.__module__}"
         raise PatchConstructionError(
-            f"{_subject(path, match)}, and with which arguments the {cls.__qualname__} there was made can't be known: "
+            f"{_subject(path, match)}, but the constructor arguments of the {cls.__qualname__} there aren't known: "
             f"it is {by}. {_advice(path, match)}"
         )
     new = match.original.__new__(match.original)

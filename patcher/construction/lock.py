@@ -51,8 +51,8 @@ class ConstructionLock:
             raise PatchConstructionError(
                 f"{what} can't be constructed: the thread {thread!r} has been constructing {other} since "
                 f"{time.strftime('%H:%M:%S', time.localtime(since))}, for more than {WAIT_SECONDS:g} seconds. Models "
-                "are constructed one at a time, so an __init__ that waits for a thread which loads a model waits for "
-                "it in vain: load that model before, and hand it over."
+                "are constructed one at a time, so an __init__ must not wait for a thread that loads a model: "
+                "load that model first, and pass it in."
             )
         try:
             outer = self._holder

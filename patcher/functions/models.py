@@ -169,7 +169,7 @@ class _Search:
         for node in self.graph.reached(running, everything=True):
             for built in (edge.to for edge in node.edges if edge.kind == BUILDS and edge.to not in self.roots):
                 for edge in filter(self.graph.changes, self.graph.members(built)):
-                    how = f"through a {built.__name__} that it makes each time it runs"
+                    how = f"through a {built.__name__} that it builds in each call"
                     raise self._refused(edge, cls, node.value, how)
 
     def _check_edges(self, edges: Iterable[Edge], cls: type[nn.Module], where: Any) -> None:
@@ -220,8 +220,8 @@ class _Search:
         return self._error(
             cls,
             hits if edge.hit is None else [edge.hit],
-            f"{where.__qualname__} ({where.__module__}{line}) gets at it {how}, not by a plain call of a global name, "
-            "and that would go on calling the original",
+            f"{where.__qualname__} ({where.__module__}{line}) reaches it {how}, not by calling a global name, and "
+            "would go on calling the original",
         )
 
     def _error(self, cls: type, hits: Iterable[Hit], reason: str) -> PatchConstructionError:

@@ -143,8 +143,8 @@ def load_original_optimizer_state_dict(model: nn.Module, optimizer: optim.Optimi
         differences = ({*records, *states} - expected, expected - {*records, *states})
         unexpected, missing = (_listed(sorted(names)) or "none" for names in differences)
         raise PatchedWeightsError(
-            f"The state is of other parameters than the optimizer, in the layout of transformers: {missing} are the "
-            f"optimizer's alone, {unexpected} the state's alone. Make the optimizer of the parameters that were "
+            "The state and the optimizer have different parameters in the layout of transformers: only in the "
+            f"optimizer: {missing}; only in the state: {unexpected}. Make the optimizer of the parameters that were "
             "trained; if only some parts of a fused parameter were, load the model without the fusion or conversion "
             "that joins them."
         )
@@ -181,8 +181,8 @@ class _Run:
     def __init__(self, model: nn.Module, optimizer: optim.Optimizer) -> None:
         if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
             raise InvalidPatcherError(
-                "FullyShardedDataParallel makes flat pieces of parameters, of which the state of an original can't "
-                "be told. Use torch.distributed.fsdp.fully_shard in its place."
+                "FullyShardedDataParallel flattens parameters, so the state of an original one can't be separated. "
+                "Use torch.distributed.fsdp.fully_shard instead."
             )
         while isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
@@ -215,7 +215,8 @@ class _Run:
             if moves:
                 reason = f"{type(optimizer).__name__} isn't known to treat each value by itself, as AdamW and SGD do"
             raise InvalidPatcherError(
-                f"{reason}, so its state for {_listed(layout.fused)} isn't that for {_listed(layout.stock)}. {_SAME}."
+                f"{reason}, so its state can't be converted between {_listed(layout.fused)} and "
+                f"{_listed(layout.stock)}. {_SAME}."
             )
 
     def stock_names(self, trained: Iterable[str]) -> list[str]:
@@ -233,8 +234,8 @@ class _Run:
                 missing = sorted(name for name in {*stock} - known if name.startswith(owner))
                 if unknown and missing:
                     raise InvalidPatcherError(
-                        f"{_listed(unknown)} of the model correspond to {_listed(missing)} of transformers, and no "
-                        f"conversion of the patcher tells how. {_SAME}."
+                        f"{_listed(unknown)} of the model correspond to {_listed(missing)} of transformers, and the "
+                        f"patcher has no conversion between them. {_SAME}."
                     )
         return result
 
