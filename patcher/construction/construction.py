@@ -88,9 +88,9 @@ class Construction:
     #: of the replacement that is being built
     meta_init: MetaInit | None = field(init=False, default=None)
     _building: list[nn.Module] = field(init=False, default_factory=list)
-    _noted: dict[type[nn.Module], Match] = field(init=False, default_factory=dict)
+    _recorded: dict[type[nn.Module], Match] = field(init=False, default_factory=dict)
 
-    def replaced(
+    def build_replacement(
         self, cls: type[nn.Module], name: str, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> nn.Module | None:
         """Build the replacement of `cls`, for a gate or stand-in; None if the class itself is to be built.
@@ -110,7 +110,7 @@ class Construction:
         if match is None:
             return None
         if match.replacement is cls:  # an inner patcher restores the class
-            self._note(match)
+            self._record(match)
             return None
         module = cls.__new__(cls) if module is None else module
         self.build(module, match, args, kwargs)
@@ -121,10 +121,10 @@ class Construction:
         for finish in self.at_end:
             finish()
 
-    def _note(self, match: Match) -> None:
+    def _record(self, match: Match) -> None:
         """Add the keys of a match to the outcome."""
-        if self._noted.get(match.original) is not match:
-            self._noted[match.original] = match
+        if self._recorded.get(match.original) is not match:
+            self._recorded[match.original] = match
             self.outcome |= Outcome(frozenset(self.rules.matched(match)))
 
     def build(self, module: nn.Module, match: Match, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -141,7 +141,7 @@ class Construction:
                 "isn't a PreTrainedModel, so it could neither be loaded nor saved: derive it from "
                 f"{original.__qualname__} or from PreTrainedModel, and call super().__init__(config)."
             )
-        if self._noted.get(original) is not match:
+        if self._recorded.get(original) is not match:
             _check_parameters(original, replacement)
         mark_original_class(module, original)
         is_outermost, meta_init = not self._building, MetaInit()
@@ -152,7 +152,7 @@ class Construction:
             numbers = meta_init.numbers(module)  # before a quantizer replaces parameters
         mark_original_class(module, original)  # again: `__init__` may have cleared `__dict__`
         if match.field == "class_mapping":  # other fields have been recorded already
-            self._note(match)
+            self._record(match)
         self.built.append(Built(module, match, args, kwargs, is_outermost, numbers))
 
     def build_again(self, built: Built, meta_init: MetaInit) -> nn.Module:
@@ -162,10 +162,7 @@ class Construction:
         return module
 
     def _construct(self, meta_init: MetaInit, module: nn.Module, match: Match, args: Any, kwargs: Any) -> bool:
-        """Initialize an object as one of the replacement.
-
-        Returns:
-            Whether `meta_init` was used, and not that of a replacement around it.
+        """Initialize an object as one of the replacement; return whether `meta_init` was used and not an outer one.
 
         Raises:
             PatchConstructionError: if the replacement raises, or its objects have another layout in memory.

@@ -66,12 +66,12 @@ def _put(container: Any, key: Any, value: Any) -> None:
 
 
 def _gate(cls: type[nn.Module], before: Any) -> Any:
-    """Return the gate of a class, `before` which it had an `__init__` of its own or None."""
+    """Return the gate of a class with its own `__init__`, or None if it inherits that."""
 
     @functools.wraps(cls.__init__)
     def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         with construction_here() if type(self) is cls else nullcontext() as construction:
-            if construction is not None and construction.replaced(cls, "", self, args, kwargs) is not None:
+            if construction is not None and construction.build_replacement(cls, "", self, args, kwargs) is not None:
                 return
             if before is None:
                 super(cls, self).__init__(*args, **kwargs)
@@ -122,13 +122,11 @@ def _stand_in(name: str, original: Any) -> Any:
         def __new__(mcs, name: str, bases: tuple[type, ...], body: dict[str, Any], **kwargs: Any) -> Any:
             if STANDS_FOR in body:
                 return super().__new__(mcs, name, bases, body)
-            return meta(
-                name, tuple(_unwrapped(base) for base in bases), body, **kwargs
-            )  # a subclass is one of the original
+            return meta(name, tuple(map(_unwrapped, bases)), body, **kwargs)  # a subclass is one of the original
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             with construction_here() as construction:
-                module = construction and construction.replaced(original, name, None, args, kwargs)
+                module = construction and construction.build_replacement(original, name, None, args, kwargs)
                 return original(*args, **kwargs) if module is None else module
 
         def __instancecheck__(cls, instance: object) -> bool:

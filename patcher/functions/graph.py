@@ -267,12 +267,10 @@ class Graph:
 
     def members(self, cls: type) -> list[Edge]:
         """Return the edges to the members of a class and of its bases."""
-        return [edge for base in filter(is_followed, cls.__mro__) for edge in self._own_members(base)]
-
-    def _own_members(self, cls: type) -> list[Edge]:
         skipped = ("__dict__", "__weakref__", "__annotations__", "__init_subclass__", "__class_getitem__")
-        members = {name: value for name, value in own_members(cls).items() if name not in skipped}
-        return [self.edge(value, name, name) for name, value in members.items() if not isinstance(value, type)]
+        members = [item for base in filter(is_followed, cls.__mro__) for item in own_members(base).items()]
+        used = [(name, value) for name, value in members if name not in skipped and not isinstance(value, type)]
+        return [self.edge(value, name, name) for name, value in used]
 
     def hit_of(self, function: Any) -> Hit | None:
         """Return the replacement of a function object; a method of the same name has none."""
