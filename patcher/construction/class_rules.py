@@ -82,7 +82,7 @@ class ClassRules:
         return self._likes[cls]
 
     def classes(self) -> list[type[nn.Module]]:
-        """Return the live classes that some key matches, overridden or not."""
+        """Return the live classes that some key matches, or that may be like a key's target."""
         keys, likes = self._keys, [key for key in self._keys if isinstance(key, Like)]
         expressions = [key for key in keys if not isinstance(key, Like) and (keys[key] or is_expression(key))]
 

@@ -126,7 +126,7 @@ class MetaInit(NoValues):
             for name, value in attributes(part):
                 if name.startswith("_flat_weight"):  # of `nn.RNNBase`, which updates it when a weight is set
                     continue
-                tensors = tensors_in(value, lambda part: id(part) in parts)
+                tensors = tensors_in(value, lambda other: id(other) in parts)
                 if any(self._registered.get(tensor, (tensor,))[0].is_meta for tensor in tensors):
                     raise without_value(cls, f"the attribute {name!r}")
 

@@ -106,12 +106,8 @@ def _function_at(key: str) -> Any:
 
 
 class Reference(NamedTuple):
-    """A global name that code reads.
-
-    Attributes:
-        attributes: those read of it at once: `nn`, `softmax` in `torch.nn.softmax(x)`.
-        is_called: whether it is called where it is read.
-    """
+    """A global name that code reads, the attributes read of it (`nn`, `softmax` in `torch.nn.softmax(x)`), and whether
+    it is called itself."""
 
     name: str
     attributes: tuple[str, ...] = ()
@@ -123,8 +119,7 @@ class References:
     """The global names and closure variables of a code object and of functions inside of it.
 
     Attributes:
-        read: the global names that are read.
-        written: the global names that are bound or deleted.
+        read, written: the global names that are read; bound or deleted.
         written_cells: the variables of outer functions that are bound or deleted.
         imported: (level, module, name) of each `from module import name`.
     """

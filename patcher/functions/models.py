@@ -181,10 +181,7 @@ class _Search:
                 self.hits.setdefault(id(edge.hit.original), (edge.hit, {}))[1][cls.__name__] = None
 
     def _check_shared(self, cls: type[nn.Module], nodes: list[Node]) -> None:
-        """Raise for a replaced function that a table of all models leads to as well.
-
-        A function of the same name that only such a table has is another one, and stays.
-        """
+        """Raise for a replaced function to which a table of all models leads too; one that only a table has stays."""
         for node in nodes:
             for edge in (edge for edge in node.edges if edge.kind == SHARED):
                 reached = [hit.original for inner in self.graph.reached([edge]) for hit in inner.hits()]
