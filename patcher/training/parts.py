@@ -90,5 +90,4 @@ def _parts(layout: Layout) -> tuple[Part, ...]:
         )
     lengths = [shape[dim] for shape in shapes]
     starts = accumulate(lengths, initial=0)
-    # one start more than there are parts
     return tuple(Part(name, dim, *span) for name, *span in zip(layout.stock, starts, lengths, strict=False))
