@@ -1,4 +1,4 @@
-"""Everything that patcher raises on its own behalf: when, an example, what to write instead.
+"""The exceptions of patcher: when they are raised, an example, and what to write instead.
 
 >>> from patcher import Patcher, PatcherError
 >>> try:
@@ -8,8 +8,8 @@
 InvalidPatcherError: fusions: 'qkw' isn't a fusion; did you mean 'qkv'? Known names: ...
 
 None derives from `OSError`, `ValueError`, `TypeError` or `RuntimeError`: `transformers.pipeline` catches those and
-tries the next model class, which would turn one clear error into a list of unrelated ones. For the same reason the
-registry of `patcher.monkey_patching`, which keeps the contract of transformers' own, raises built-in errors.
+tries the next model class, so the user would get a list of unrelated errors. The registry of `patcher.monkey_patching`
+raises built-in errors, as transformers' own does.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ __all__ = [
 
 
 class PatcherError(Exception):
-    """The base class: a message says what was requested, what was found, and what to write instead."""
+    """The base class. A message says what was requested, what was found, and what to write instead."""
 
 
 class InvalidPatcherError(PatcherError):
-    """An invalid argument, or a combination that isn't supported: raised where it is given, before a load.
+    """An argument is invalid, or a combination isn't supported: raised by the call, before a load.
 
     >>> from patcher import Patcher
     >>> Patcher({"LlamaMLP": "MyMLP"})
@@ -50,12 +50,12 @@ class InvalidPatcherError(PatcherError):
     patcher.errors.InvalidPatcherError: class_mapping['LlamaMLP'] must be a class, found 'MyMLP' (str); write the class
     itself, derived from the class that it replaces: not an object, its name, or a function that makes one.
 
-    For a combination that isn't supported the message says how to do without.
+    For an unsupported combination the message says what to do instead.
     """
 
 
 class NoSuchNameError(InvalidPatcherError, AttributeError):
-    """A name that a module or a Patcher doesn't have, or that can't be set: write the one that the message says.
+    """A module or a Patcher has no such name, or it can't be set: write the name in the message.
 
     >>> import patcher
     >>> hasattr(patcher, "Pacher")
@@ -64,7 +64,7 @@ class NoSuchNameError(InvalidPatcherError, AttributeError):
 
 
 class PatchConflictError(PatcherError):
-    """Two patches want different things of one class, module or tensor: combine patchers after taking one away.
+    """Two patches contradict each other for a class, module or tensor: remove one before combining patchers.
 
     >>> from torch import nn
     >>> from patcher import Patcher
@@ -77,7 +77,7 @@ class PatchConflictError(PatcherError):
 
 
 class UnmatchedPatchError(PatcherError):
-    """A key, filter, conversion or fusion had no effect: raised by a load, before it reads, and at a block's end.
+    """A key, filter, conversion or fusion had no effect: raised by a load before it reads, or at the end of a block.
 
     >>> from torch import nn
     >>> from patcher import Patcher
@@ -88,12 +88,12 @@ class UnmatchedPatchError(PatcherError):
     patcher.errors.UnmatchedPatchError: These parts of the patcher have no effect:
       class_mapping: no class of the model matches 'LlamaMPL'...
 
-    A key that only some models have belongs into `alternatives=`. `patcher.plan(model, patcher)` finds all of them.
+    Put a key that only some models have into `alternatives=`. `patcher.plan(model, patcher)` lists all problems.
     """
 
 
 class PatchConstructionError(PatcherError):
-    """A replacement could not be built; `__cause__` is the exception that it raised.
+    """A replacement could not be built; `__cause__` is its own exception.
 
     >>> from torch import nn
     >>> from transformers import LlamaConfig, LlamaModel
@@ -144,7 +144,7 @@ class VerificationError(PatcherError):
 
 
 class PresetDriftError(PatcherError):
-    """The code that a patcher is pinned to, by `fingerprints=`, isn't the code that is installed.
+    """The installed code isn't the code that a patcher is pinned to by `fingerprints=`.
 
     >>> from transformers import LlamaModel
     >>> from patcher import Patcher
@@ -159,7 +159,7 @@ class PresetDriftError(PatcherError):
 
 
 class CodegenError(PatcherError):
-    """A modeling file could not be generated, or is no longer what its config says.
+    """A modeling file could not be generated, or doesn't match its config.
 
     >>> from patcher.codegen import PatchConfig, generate
     >>> generate(PatchConfig("transformers.models.llama.modeling_lama", target_file="patched_modeling_llama.py"))
@@ -173,7 +173,7 @@ class CodegenError(PatcherError):
 
 
 class PatcherWarning(UserWarning):
-    """Issued in place of `UnmatchedPatchError` and `PatchedWeightsError` with `strict=False`: better leave that out.
+    """Issued with `strict=False` instead of `UnmatchedPatchError` and `PatchedWeightsError`; prefer `strict=True`.
 
     >>> import warnings
     >>> from patcher import PatcherWarning
@@ -182,7 +182,7 @@ class PatcherWarning(UserWarning):
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """The candidates most like `name`, best first.
+    """Return the candidates most like `name`, best first.
 
     >>> nearest("LlamaMPL", ["LlamaMLP", "LlamaModel", "Linear"])[0]
     'LlamaMLP'
@@ -194,24 +194,24 @@ def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
-    """The end of a message about a name that isn't one of those that are known, or what else it says."""
+    """Return the end of a message about an unknown name: the nearest name, or `otherwise`."""
     close = nearest(name, known, 1) if len(name) < 100 else []
     return f"did you mean {close[0]!r}?" if close else otherwise
 
 
 def no_such_name(module: str, name: str, known: Iterable[str]) -> NoSuchNameError:
-    """What `__getattr__` of a module raises for a name that isn't known."""
+    """Return the error for the `__getattr__` of a module."""
     close = nearest(name, known, 1)
     hint = f"write {module}.{close[0]}" if close else f"dir({module}) lists what there is"
     return NoSuchNameError(f"module {module!r} has no attribute {name!r}; {hint}.")
 
 
 def public_name(module: str, name: str) -> Any:
-    """What a `__getattr__` gives from a module that is imported for it; raises where a library lacks something."""
+    """Import a module for a `__getattr__` and return its name; explain errors of unsupported library releases."""
     try:
         return getattr(importlib.import_module(module), name)
     except (AttributeError, ImportError) as error:
-        # Of an attribute it is the module without it, of an import the name. What is not installed says so itself.
+        # The library that lacks something. An error of one that isn't installed is clear.
         owner = error.name if isinstance(error, ImportError) else getattr(error.obj, "__name__", "")
         library = (owner or "").partition(".")[0]
         if isinstance(error, NoSuchNameError | ModuleNotFoundError) or library in ("", "patcher"):
@@ -220,8 +220,8 @@ def public_name(module: str, name: str) -> Any:
 
 
 def unknown_release(library: str, what: str) -> PatcherError:
-    """The error for a release of a library that lacks something, or does it otherwise."""
-    release = importlib.import_module("importlib.metadata").version(library)  # late: it takes long to import
+    """Return the error for a release of a library that lacks something or does it differently."""
+    release = importlib.import_module("importlib.metadata").version(library)  # slow to import
     return PatcherError(
         f"This release of patcher doesn't know {library} {release}: {what}. "
         f"Install a release of {library} that patcher's metadata lists, or a newer patcher."
@@ -229,17 +229,15 @@ def unknown_release(library: str, what: str) -> PatcherError:
 
 
 def warn(text: str) -> None:
-    """Issue a `PatcherWarning` at the line of the user's code that called us, through transformers or not."""
+    """Issue a `PatcherWarning` at the line of the user's code, below frames of transformers and this package."""
     frame = calling_frame(("patcher.", "transformers.", "contextlib."))
     names = frame.f_globals
-    registry = names.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(
-        text, PatcherWarning, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), registry
-    )
+    place = frame.f_code.co_filename, frame.f_lineno, names.get("__name__")
+    warnings.warn_explicit(text, PatcherWarning, *place, names.setdefault("__warningregistry__", {}))
 
 
 def calling_frame(inside: tuple[str, ...]) -> FrameType:
-    """The innermost frame that is not inside of some modules: prefixes of their names, each with a dot at its end."""
+    """Return the innermost frame outside of modules with some prefixes, each with a dot at its end."""
     frame = sys._getframe()
     while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith(inside):
         frame = frame.f_back

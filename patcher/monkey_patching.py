@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import nn
 
-from patcher.compat.recorders import record_replacements
+from patcher.compat.models import record_replacements
 from patcher.construction.in_force import REGISTRY, registered_patcher, set_registered_patcher
 from patcher.errors import PatcherError, nearest
 from patcher.integrations import install

@@ -1,8 +1,7 @@
-"""What a checkpoint holds, by name, shape and dtype, without reading a weight.
+"""The names, shapes and dtypes of a checkpoint's tensors, without reading a weight.
 
-Of a safetensors file the header is read, of a sharded checkpoint the index and the headers of the shards, of a `.bin`
-file the structure. Of a repo on the hub nothing else is fetched. Files may come from anyone: they are opened by what a
-load opens them with, so that what it wouldn't read isn't taken here, and nothing is opened that isn't a file.
+Of a repo on the hub only headers and indices are downloaded. Files are untrusted: only regular files are opened, in
+the way of a load, so that what a load would reject is rejected here too.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from safetensors import safe_open
 from patcher.compat.models import shards_of_index, str_to_torch_dtype
 from patcher.errors import InvalidPatcherError
 
-#: The variant as which weights in a runtime layout are written: who looks for the default names doesn't find them.
+#: The variant of weight files in a runtime layout: a load that looks for the default names doesn't find them.
 VARIANT = "patcher"
 
 _NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}(?=\.(?:safetensors|bin)\Z)")
-#: No index is larger: safetensors has the same limit for headers.
-_LARGEST = 100_000_000
+#: The limit of safetensors for headers; no index is larger.
+_MAX_INDEX_BYTES = 100_000_000
 _INDEX = ".safetensors.index.json"
 
 
 def whole_names(variant: str | None = None, use_safetensors: bool | None = None) -> list[str]:
-    """The names under which a whole checkpoint is looked for, a file or the index of several, the first one first.
+    """Return the file names of a whole checkpoint, a file or the index of shards, in the order of precedence.
 
     >>> whole_names("fp16")[:2]
     ['model.fp16.safetensors', 'model.safetensors.index.fp16.json']
@@ -46,12 +45,12 @@ def whole_names(variant: str | None = None, use_safetensors: bool | None = None)
 
 
 def is_default(name: str) -> bool:
-    """Whether a file is one that transformers looks for, or a shard of it, where no variant is asked for."""
+    """Whether transformers loads the file, or the shards it belongs to, if no variant is requested."""
     return _SHARD.sub("", name) in _NAMES
 
 
 def is_layout(name: str) -> bool:
-    """Whether a file belongs to weights in a runtime layout.
+    """Whether a weight file is in a runtime layout.
 
     >>> is_layout("model.patcher-00001-of-00002.safetensors"), is_layout("model.safetensors")
     (True, False)
@@ -65,9 +64,9 @@ class Headers:
 
     Attributes:
         where: the file or repo.
-        tensors: key -> a tensor without storage.
-        unknown: the keys without known shapes: those of an index whose shards aren't there.
-        files: those that were opened.
+        tensors: key -> meta tensor.
+        unknown: keys whose shapes aren't known, since their shard is missing.
+        files: the files that were opened.
     """
 
     where: str
@@ -85,7 +84,7 @@ def headers_of(
     named: Any = None,
     **hub: Any,
 ) -> Headers:
-    """The headers of a folder, a file, an index or a repo.
+    """Read the headers of a folder, a file, an index or a repo.
 
     >>> import tempfile, torch
     >>> from pathlib import Path
@@ -98,21 +97,20 @@ def headers_of(
     Args:
         source: a folder, a file, an index or a repo id.
         subfolder: where in the folder or repo the checkpoint is.
-        variant: of the file names, as `from_pretrained` takes it.
-        use_safetensors: which kinds of files are looked for, as `from_pretrained` takes it.
-        named: the file in the folder that its config names, if it does.
+        variant, use_safetensors: as in `from_pretrained`.
+        named: the `transformers_weights` of the config, if it has that.
         hub: `revision`, `token`, `cache_dir`, `local_files_only` of a repo.
 
     Raises:
-        InvalidPatcherError: there is no checkpoint, or none that can be read by name and shape.
+        InvalidPatcherError: if there is no checkpoint that can be read.
     """
-    path, names = Path(source), whole_names(variant, use_safetensors) if named is None else [named]
+    path, names = Path(source), [named] if named is not None else whole_names(variant, use_safetensors)
     if named is not None and not (path.is_dir() and _is_below(named) and named.endswith((".safetensors", _INDEX))):
         raise InvalidPatcherError(
             f"the config of {source} names {named!r} as transformers_weights; it must be a safetensors file, or the "
             "index of some, in the folder. Of a repo on the hub download the folder, and pass it."
         )
-    if not path.exists() and not path.is_symlink():
+    if not os.path.lexists(path):
         if not (hub.get("local_files_only") or constants.HF_HUB_OFFLINE):
             return _headers_of_repo(str(source), subfolder, names, hub)
         places = {"revision": hub.get("revision"), "cache_dir": hub.get("cache_dir")}
@@ -124,7 +122,7 @@ def headers_of(
             )
         path, subfolder = Path(config).parent, ""
     if not path.is_dir():
-        return _headers_of_file(path, by_name=True)
+        return _headers_of_file(path, may_lack_shards=True)
     for name in names:
         if (path / subfolder / name).exists():
             return _headers_of_file(path / subfolder / name)
@@ -135,64 +133,62 @@ def headers_of(
 
 
 def headers_of_mapping(tensors: Mapping[str, Any]) -> Headers:
-    """Headers from key -> shape, or -> anything that has a shape; None for one that isn't known.
+    """Make headers from key -> shape, key -> object with a shape, or key -> None for an unknown shape.
 
     >>> headers_of_mapping({"norm.weight": (64,), "bias": None}).unknown
     frozenset({'bias'})
 
     Raises:
-        InvalidPatcherError: a value isn't a shape.
+        InvalidPatcherError: if a value isn't a shape.
     """
-    found: dict[str, torch.Tensor] = {}
+    meta_tensors: dict[str, torch.Tensor] = {}
     for key, value in tensors.items():
         shape = () if value is None else getattr(value, "shape", value)
         try:
             if not isinstance(key, str):
                 raise TypeError(f"a key is a name, found {key!r}")
-            found[key] = _on_meta(shape, getattr(value, "dtype", torch.float32))
+            meta_tensors[key] = _on_meta(shape, getattr(value, "dtype", torch.float32))
         except Exception as error:
             raise InvalidPatcherError(
                 f"checkpoint= maps keys to shapes, found {value!r} for {key!r} ({_reason(error)}); "
                 f"write {{{key!r}: (64, 64)}}."
             ) from error
-    return Headers("the given shapes", found, frozenset(key for key, value in tensors.items() if value is None))
+    return Headers("the given shapes", meta_tensors, frozenset(key for key in tensors if tensors[key] is None))
 
 
 def _on_meta(shape: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
-def _headers_of_file(path: Path, *, by_name: bool = False) -> Headers:
-    """The headers of a file or an index. Of an index that was named itself shards may be missing."""
+def _headers_of_file(path: Path, *, may_lack_shards: bool = False) -> Headers:
+    """Read the headers of a file or an index; shards may be missing if the index itself was requested."""
     if not path.name.endswith(".index.json"):
         return Headers(str(path), _tensors_of_file(path), files=(str(path),))
     with _reading(path):
         shards = shards_of_index(path)
         if not shards or not all(map(_is_below, shards)) or len({PurePath(name).suffix for name in shards}) > 1:
             raise ValueError(f"it must name files of one kind, in its folder, found {', '.join(list(shards)[:3])}")
-        files = {name: path.parent / name for name in shards}
-        absent = [name for name, file in files.items() if by_name and not file.exists() and not file.is_symlink()]
-    unknown = frozenset(key for name in absent for key in shards[name])
+        present = [name for name in shards if not may_lack_shards or os.path.lexists(path.parent / name)]
+    unknown = frozenset(key for name in shards.keys() - present for key in shards[name])
     tensors = {key: _on_meta((), torch.float32) for key in unknown}
-    there = [str(file) for name, file in files.items() if name not in absent]
-    for file in there:
-        tensors |= _tensors_of_file(Path(file), f"; to plan by names alone pass checkpoint={str(path)!r}")
-    return Headers(str(path), tensors, unknown, tuple(there))
+    for name in present:
+        tensors |= _tensors_of_file(path.parent / name, f"; to plan by names alone pass checkpoint={str(path)!r}")
+    return Headers(str(path), tensors, unknown, tuple(str(path.parent / name) for name in present))
 
 
 def _is_below(name: Any) -> bool:
-    """Whether a name leads to where it is below the folder that it is in."""
+    """Whether a file name can't lead out of its folder."""
     return isinstance(name, str) and not PurePath(name).is_absolute() and ".." not in PurePath(name).parts
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Refuse what a load couldn't read, or would read for ever: who opens a pipe waits, and a device has no end."""
+    """Reject what isn't a regular file, as reading a pipe or a device may never end, and explain errors of a read."""
     try:
         if not path.is_file():
             raise ValueError("it isn't a regular file, but a folder, a pipe, a device or a link that leads nowhere")
-        if path.suffix == ".json" and path.stat().st_size > _LARGEST:
-            raise ValueError(f"it has more than {_LARGEST:,} bytes, which no file of its kind has")
+        if path.suffix == ".json" and path.stat().st_size > _MAX_INDEX_BYTES:
+            raise ValueError(f"it has more than {_MAX_INDEX_BYTES:,} bytes, which no file of its kind has")
         yield
     except Exception as error:
         raise InvalidPatcherError(
@@ -207,23 +203,24 @@ def _tensors_of_file(path: Path, hint: str = "") -> dict[str, torch.Tensor]:
             f"{path} isn't a checkpoint that can be read by name and shape; "
             "pass a .safetensors or .bin file, or an index."
         )
-    if not path.exists() and not path.is_symlink():
+    if not os.path.lexists(path):
         raise InvalidPatcherError(f"{path} is missing, and a load needs it: fetch it{hint}.")
     with _reading(path):
         if path.suffix == ".safetensors":
-            with safe_open(path, framework="np") as file:  # as "pt", but it maps a file larger than the memory too
-                parts = ((key, file.get_slice(key)) for key in file.keys())  # noqa: SIM118
-                return {key: _on_meta(part.get_shape(), str_to_torch_dtype[part.get_dtype()]) for key, part in parts}
+            with safe_open(path, framework="np") as file:  # unlike "pt", it maps files larger than the memory
+                slices = ((key, file.get_slice(key)) for key in file.keys())  # noqa: SIM118
+                return {key: _on_meta(part.get_shape(), str_to_torch_dtype[part.get_dtype()]) for key, part in slices}
         if zipped := zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 if any(item.compress_type for item in archive.infolist()):
                     raise ValueError("a part of it is compressed, as torch writes none")
-        # What torch < 1.6 has written isn't an archive, and can't be mapped. What can is mapped: on the meta device
-        # a tensor that goes beyond the data which the file has for it would pass.
-        held = torch.load(path, map_location="cpu" if zipped else "meta", mmap=zipped, weights_only=True)
-        if others := [key for key, value in held.items() if not isinstance(key, str) or not torch.is_tensor(value)]:
-            raise TypeError(f"a state dict maps names to tensors, and {_reason(others[0])} isn't so")
-        return {key: value.to("meta") for key, value in held.items()}
+        # A file of torch < 1.6 isn't an archive and can't be mapped. Others are mapped, since on the meta device
+        # a tensor larger than its data in the file would go unnoticed.
+        state_dict = torch.load(path, map_location="cpu" if zipped else "meta", mmap=zipped, weights_only=True)
+        for key, value in state_dict.items():
+            if not isinstance(key, str) or not torch.is_tensor(value):
+                raise TypeError(f"a state dict maps names to tensors, and {_reason(key)} isn't so")
+        return {key: value.to("meta") for key, value in state_dict.items()}
 
 
 def _reason(error: object) -> str:
@@ -232,12 +229,12 @@ def _reason(error: object) -> str:
 
 
 def _headers_of_repo(repo: str, subfolder: str, names: list[str], hub: Mapping[str, Any]) -> Headers:
-    """The headers of a repo on the hub, of which nothing else is fetched."""
+    """Read the headers of a repo on the hub; nothing else of it is downloaded."""
     options: dict[str, Any] = {"revision": hub.get("revision"), "token": hub.get("token")}
 
     def tensors_of(name: str) -> dict[str, torch.Tensor]:
-        found = parse_safetensors_file_metadata(repo, Path(subfolder, name).as_posix(), **options)
-        return {key: _on_meta(info.shape, str_to_torch_dtype[info.dtype]) for key, info in found.tensors.items()}
+        tensors = parse_safetensors_file_metadata(repo, Path(subfolder, name).as_posix(), **options).tensors
+        return {key: _on_meta(info.shape, str_to_torch_dtype[info.dtype]) for key, info in tensors.items()}
 
     whole, index, *_ = names
     try:
@@ -245,8 +242,8 @@ def _headers_of_repo(repo: str, subfolder: str, names: list[str], hub: Mapping[s
             return Headers(f"{repo} ({whole})", tensors_of(whole))
         file = hf_hub_download(repo, index, subfolder=subfolder, cache_dir=hub.get("cache_dir"), **options)
         with ThreadPoolExecutor(8) as pool:
-            parts = pool.map(tensors_of, shards_of_index(Path(file)))
-        return Headers(f"{repo} ({index})", {key: value for part in parts for key, value in part.items()})
+            shards = pool.map(tensors_of, shards_of_index(Path(file)))
+        return Headers(f"{repo} ({index})", {key: value for tensors in shards for key, value in tensors.items()})
     except Exception as error:
         raise InvalidPatcherError(
             f"the headers of safetensors files of {repo} can't be read on the hub: {_reason(error)}. Download the "

@@ -1,14 +1,14 @@
-"""What generated files hold besides patched code, so that they need torch and transformers only.
+"""Definitions that are copied into generated files, so that these need torch and transformers only.
 
 >>> parts = nn.Linear(4, 6), nn.Linear(4, 2)
 >>> joined = nn.Linear(4, 8)
->>> joined.load_state_dict({"weight": torch.cat([each.weight for each in parts]), "bias": torch.zeros(8)})
+>>> joined.load_state_dict({"weight": torch.cat([part.weight for part in parts]), "bias": torch.zeros(8)})
 <All keys matched successfully>
 >>> torch.equal(JoinedPart(joined, 6, 2).weight, parts[1].weight)
 True
 
-The generator copies definitions of this module into the files, one by one. So each uses nothing of this package, its
-names stay, and its text is for the readers of those files.
+They are copied one by one. So each uses nothing of this package, keeps its name, and is written for readers of those
+files.
 """
 
 # mypy: ignore-errors
@@ -32,8 +32,8 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-#: What the generator writes once for each file: the prefix of the class names under which conversions are registered,
-#: and the keys under which transformers has those that the order of a checkpoint follows.
+#: Set in each generated file: the prefix of the class names for which conversions are registered, and the keys of the
+#: conversions of transformers that determine the order of a checkpoint.
 OWN_NAME, STOCK_CONVERSIONS = "", ()
 
 
@@ -41,18 +41,18 @@ OWN_NAME, STOCK_CONVERSIONS = "", ()
 
 
 class Refit(ConversionOps):
-    """Tensors of the original as those of a layer here, by `forth`, and back: lists of them, one for each pattern."""
+    """Converts original tensors by `forth`, and back by `back`: both take and return a list for each pattern."""
 
     is_back = False
 
     @torch.no_grad()
     def convert(self, input_dict, source_patterns, target_patterns, full_layer_name="", model=None, **kwargs):
-        given = [input_dict[each] for each in source_patterns if each in input_dict] or [*input_dict.values()]
-        given = [each if isinstance(each, list) else [each] for each in given]
-        own = full_layer_name.replace(target_patterns[0], source_patterns[0]) if self.is_back else full_layer_name
-        made = (self.back if self.is_back else self.forth)(given, len(target_patterns), model, own)
-        named = zip(target_patterns, made, strict=True)
-        return {name.replace("*", str(n)): tensor for name, tensors in named for n, tensor in enumerate(tensors)}
+        inputs = [input_dict[name] for name in source_patterns if name in input_dict] or [*input_dict.values()]
+        inputs = [tensors if isinstance(tensors, list) else [tensors] for tensors in inputs]
+        name = full_layer_name.replace(target_patterns[0], source_patterns[0]) if self.is_back else full_layer_name
+        outputs = (self.back if self.is_back else self.forth)(inputs, len(target_patterns), model, name)
+        named = zip(target_patterns, outputs, strict=True)
+        return {target.replace("*", str(n)): tensor for target, tensors in named for n, tensor in enumerate(tensors)}
 
     @property
     def reverse_op(self):
@@ -62,48 +62,48 @@ class Refit(ConversionOps):
 
 
 class JoinRows(Refit):
-    """Several of the original's layers as one, row by row; the module that has it says how many rows are whose."""
+    """Concatenates the rows of several layers; the module of the joined layer has the numbers of rows."""
 
-    def forth(self, given, *about):
-        return [[torch.cat([rows for (rows,) in given])]]
+    def forth(self, inputs, *args):
+        return [[torch.cat([rows for (rows,) in inputs])]]
 
-    def back(self, given, count, model, own):
-        owner, layer = own.removesuffix(".weight").removesuffix(".bias").rsplit(".", 1)
+    def back(self, inputs, count, model, name):
+        owner, layer = name.removesuffix(".weight").removesuffix(".bias").rsplit(".", 1)
         sizes = getattr(model.get_submodule(owner), f"{layer}_sizes")
-        return [[rows.clone()] for rows in given[0][0].split(sizes)]
+        return [[rows.clone()] for rows in inputs[0][0].split(sizes)]
 
 
 class FlattenKernel(Refit):
-    """The kernel of a convolution as the weight of a linear layer over flattened patches."""
+    """Flattens the kernel of a convolution to the weight of a linear layer over patches."""
 
-    def forth(self, given, *about):
-        return [[given[0][0].flatten(1)]]
+    def forth(self, inputs, *args):
+        return [[inputs[0][0].flatten(1)]]
 
-    def back(self, given, count, model, own):
-        return [[given[0][0].view(model.get_submodule(own.removesuffix(".linear.weight")).kernel_shape)]]
+    def back(self, inputs, count, model, name):
+        return [[inputs[0][0].view(model.get_submodule(name.removesuffix(".linear.weight")).kernel_shape)]]
 
 
 class SplitExperts(Refit):
-    """The original's one parameter of all experts as those of each; `either` way round, by its shape."""
+    """Splits the stacked parameter of all experts; with `either` it is transposed if its shape says so."""
 
     def __init__(self, transposed=False, interleaved=False, either=False):
         self.transposed, self.interleaved, self.either = transposed, interleaved, either
 
-    def forth(self, given, count, model, own):
-        ((whole,),) = given
-        is_other = self.either and whole.shape[-1] != model.get_parameter(own).shape[-1]
-        whole = whole.transpose(1, 2) if self.transposed or is_other else whole
+    def forth(self, inputs, count, model, name):
+        ((whole,),) = inputs
+        is_transposed = self.either and whole.shape[-1] != model.get_parameter(name).shape[-1]
+        whole = whole.transpose(1, 2) if self.transposed or is_transposed else whole
         parts = [whole[:, n::count] for n in range(count)] if self.interleaved else whole.chunk(count, dim=1)
-        return [[each.clone(memory_format=torch.contiguous_format) for each in part] for part in parts]
+        return [[expert.clone(memory_format=torch.contiguous_format) for expert in part] for part in parts]
 
-    def back(self, given, *about):
-        parts = [torch.stack(part) for part in given]
+    def back(self, inputs, *args):
+        parts = [torch.stack(part) for part in inputs]
         whole = torch.stack(parts, dim=2).flatten(1, 2) if self.interleaved else torch.cat(parts, dim=1)
         return [[whole.transpose(1, 2).contiguous() if self.transposed else whole]]
 
 
 class ExpertsConverter(WeightConverter):
-    """A converter whose targets are parameters of every expert; the first of them stands for all."""
+    """A converter whose targets are parameters of all experts, found by those of the first one."""
 
     def rename_source_key(self, source_key):
         renamed, pattern = super().rename_source_key(source_key)
@@ -111,10 +111,10 @@ class ExpertsConverter(WeightConverter):
 
 
 def converted(model, state_dict, conversions, renamed_first):
-    """A state dict after conversions: renamings, then one converter at most, or the other way round."""
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
-    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    """Convert a state dict: renamings, then at most one converter for each key, or the converter first."""
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     before, after = (renamings, []) if renamed_first else ([], renamings)
     result, collected = {}, {}
     for key in sorted(state_dict, key=dot_natural_key):
@@ -131,101 +131,101 @@ def converted(model, state_dict, conversions, renamed_first):
 
 
 class OriginalCheckpoints:
-    """Models that read checkpoints of the original, resume from them, and write them as that one does."""
+    """Models that load, resume from and save checkpoints of the original model."""
 
     def load_state_dict(self, state_dict, *args, **kwargs):
-        """Take a checkpoint of the original too, as `Trainer` has it when it resumes."""
-        known = self.state_dict().keys()
-        if others := {key: tensor for key, tensor in state_dict.items() if key not in known}:
-            own = {key: tensor for key, tensor in state_dict.items() if key in known}
+        """Load a checkpoint of the original too, as `Trainer` does when it resumes."""
+        names = self.state_dict().keys()
+        if others := {key: tensor for key, tensor in state_dict.items() if key not in names}:
+            own = {key: tensor for key, tensor in state_dict.items() if key in names}
             conversions = get_model_conversion_mapping(self, add_legacy=False)
             state_dict = own | converted(self, others, conversions, renamed_first=True)
         return super().load_state_dict(state_dict, *args, **kwargs)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
-        """Refuse what is for layers of the original, the weights of an adapter for one: torch would leave them out."""
-        known, absent = {name for name, _ in self.named_modules()}, {}  # layer -> its first key
+        """Raise for layers of the original, such as those of an adapter, which torch would ignore."""
+        names, unknown = {name for name, _ in self.named_modules()}, {}  # layer -> its first key
         for key in state_dict:
             for layer in accumulate(key.removeprefix(prefix).split(".")[:-1], "{}.{}".format):
-                if layer not in known:
-                    absent.setdefault(layer, key)
-        conversions = get_model_conversion_mapping(self, add_legacy=False) if absent else []
-        converters = [each for each in conversions if isinstance(each, WeightConverter)]
-        for layer, key in absent.items():
+                if layer not in names:
+                    unknown.setdefault(layer, key)
+        conversions = get_model_conversion_mapping(self, add_legacy=False) if unknown else []
+        converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+        for layer, key in unknown.items():
             if rename_source_key(f"{layer}.weight", [], converters)[1] is not None:
                 raise RuntimeError(f"{key} is for a layer of the original model only: load it into that.")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def in_original_layout(self, state_dict):
-        """A state dict as the original's checkpoints have it: what its load has converted, the other way round."""
+        """Reverse the conversions of the load, for a checkpoint of the original."""
         conversions = getattr(self, "_weight_conversions", None)
         if conversions is None:  # it wasn't loaded
-            for kind in {type(each) for each in self.modules() if type(each).__module__ != __name__}:
-                if any(each.__module__ == __name__ and each.__name__.startswith(OWN_NAME) for each in kind.__mro__):
-                    name = kind.__name__
+            for cls in {type(module) for module in self.modules() if type(module).__module__ != __name__}:
+                if any(base.__module__ == __name__ and base.__name__.startswith(OWN_NAME) for base in cls.__mro__):
+                    name = cls.__name__
                     raise NotImplementedError(f"{name} has no conversions, which go by names. Load a checkpoint.")
             conversions = get_model_conversion_mapping(self, add_legacy=False)
-            conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
-        conversions = [each.reverse_transform() for each in reversed(conversions)]
+            conversions = [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
+        conversions = [conversion.reverse_transform() for conversion in reversed(conversions)]
         return converted(self, state_dict, conversions, renamed_first=False)
 
     def in_original_order(self, state_dict):
-        """A checkpoint in the order of its names, in which the original writes it, file by file."""
+        """Sort a checkpoint by its names, as the original does when it saves."""
         return {key: state_dict[key] for key in sorted(state_dict, key=dot_natural_key)}
 
     def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, **kwargs):
-        """Write a checkpoint of the original."""
-        offloaded = {"cpu", "disk"}.intersection(getattr(self, "hf_device_map", {}).values())
-        otherwise = offloaded or getattr(self, "peft_config", None) or hasattr(self, "_patcher_record")
-        if kwargs.get("save_original_format", True) and not otherwise:
+        """Save a checkpoint of the original."""
+        is_offloaded = {"cpu", "disk"}.intersection(getattr(self, "hf_device_map", {}).values())
+        is_special = is_offloaded or getattr(self, "peft_config", None) or hasattr(self, "_patcher_record")
+        if kwargs.get("save_original_format", True) and not is_special:
             state_dict = self.state_dict() if state_dict is None else state_dict
             state_dict = remove_tied_weights_from_state_dict(state_dict, self)
             state_dict = self.in_original_order(self.in_original_layout(state_dict))
             kwargs["save_original_format"] = False
         super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
-        name = next(each.__name__ for each in type(self).__mro__ if each.__module__ == __name__).removeprefix(OWN_NAME)
-        if is_main_process and name != type(self).__name__:  # the config names the class of the original
+        name = next(cls.__name__ for cls in type(self).__mro__ if cls.__module__ == __name__).removeprefix(OWN_NAME)
+        if is_main_process and name != type(self).__name__:  # the config has the name of the original class
             self.config.architectures = [name]
             self.config.save_pretrained(save_directory)
 
     @classmethod
     def prepare_distribute_model(cls, *args, **kwargs):
-        """Refuse a load that is split over processes: the plans of the original name other layers than these."""
+        """Raise for a load on several processes, as the plans of the original have names of its layers."""
         reason = "is of a generated file, whose layers a distributed_config or tp_plan of the original doesn't fit"
         raise NotImplementedError(f"{cls.__name__} {reason}. Load it whole, or load the original model.")
 
 
 class ConvertedCheckpoints(OriginalCheckpoints):
-    """Models of an original whose checkpoints aren't in the order of their own names: it has others itself."""
+    """Models of an original that converts checkpoints itself, so these aren't sorted by their own names."""
 
     def in_original_order(self, state_dict):
-        """A checkpoint in the order of the original's parameters, in which that one writes it, file by file."""
-        conversions = [each for key in STOCK_CONVERSIONS for each in get_checkpoint_conversion_mapping(key) or ()]
-        conversions = [each for each in conversions if not each.source_patterns[0].startswith("^")]
-        renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-        converters = [each for each in conversions if isinstance(each, WeightConverter)]
-        targets = {pattern: each.target_patterns for each in converters for pattern in each.source_patterns}
+        """Sort a checkpoint by the original's parameters, as the original does when it saves."""
+        mappings = (get_checkpoint_conversion_mapping(key) or () for key in STOCK_CONVERSIONS)
+        conversions = [item for mapping in mappings for item in mapping if not item.source_patterns[0].startswith("^")]
+        renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+        converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+        targets = {pattern: item.target_patterns for item in converters for pattern in item.source_patterns}
 
-        def place(key):
+        def position(key):
             name, pattern = rename_source_key(key, renamings, converters)
             first, *others = targets.get(pattern, [""])
-            names = [name, *(name.replace(first, each) for each in others)]
+            names = [name, *(name.replace(first, other) for other in others)]
             return min(map(dot_natural_key, names)), [*targets, None].index(pattern), dot_natural_key(key)
 
-        return {key: state_dict[key] for key in sorted(state_dict, key=place)}
+        return {key: state_dict[key] for key in sorted(state_dict, key=position)}
 
 
 # --- layers ---------------------------------------------------------------------------------------------------------
 
 
 class JoinedPart:
-    """One of several linear layers that were joined, for code that looks at it: its rows, and what it computes."""
+    """One of several joined linear layers, with its rows as weight and bias."""
 
     def __init__(self, joined, start, size, bias=None):
         rows = slice(start, start + size)
         self.weight, self.bias = joined.weight[rows], bias if joined.bias is None else joined.bias[rows]
         for part, whole in ((self.weight, joined.weight), (self.bias, joined.bias)):
-            if part is not None and whole is not None:  # a model initialises what wasn't loaded
+            if part is not None and whole is not None:  # or transformers would initialize it
                 part._is_hf_initialized = getattr(whole, "_is_hf_initialized", False)
 
     def __call__(self, hidden_states):
@@ -233,10 +233,10 @@ class JoinedPart:
 
 
 class SharedInput:
-    """Joined layers in one call of a forward: one product for all that are given the same tensor.
+    """Joined layers during one forward: a single matmul for all parts that are called with the same tensor.
 
-    The layer is called for the first input. A part that is given that very tensor gets its rows of the product, and
-    one that is given another is computed by itself.
+    The joined layer is called with the first input. A part that is called with that very tensor gets its slice of the
+    product, and any other call is computed separately.
     """
 
     def __init__(self, module, parts, joined) -> None:
@@ -248,35 +248,32 @@ class SharedInput:
         if features is not self.input:
             if self.input is not None and name not in self.given:
                 return getattr(module, name)(features)
-            # The first input, or the next one after all that: each part is given one after the other.
+            # The first input, or the next one of a sequence of inputs.
             self.input, self.given = features, []
             product = getattr(module, self.joined)(features)
             self.products = product.split(getattr(module, f"{self.joined}_sizes"), dim=-1)
         self.given.append(name)
         part, bias = self.products[self.parts.index(name)], getattr(module, f"{name}_bias", None)
-        # The type is that of the product: under autocast it isn't that of the bias.
+        # Under autocast the product has another dtype than the bias.
         return part if bias is None else part + bias.to(part.dtype)
 
 
 def are_values(given) -> bool:
-    """Whether all are tensors, numbers, caches or containers of these, which read nothing of a module."""
-    for each in given:
-        if isinstance(each, dict):
-            if not are_values(each.values()):
+    """Whether all are tensors, numbers, texts, caches or containers of these."""
+    for value in given:
+        if isinstance(value, dict | list | tuple):
+            if not are_values(value.values() if isinstance(value, dict) else value):
                 return False
-        elif isinstance(each, list | tuple):
-            if not are_values(each):
-                return False
-        elif each is not None and not isinstance(each, torch.Tensor | int | float | str | Cache):
+        elif value is not None and not isinstance(value, torch.Tensor | int | float | str | Cache):
             return False
     return True
 
 
 class LinearPatchEmbedding(nn.Module):
-    """A convolution of stride = kernel size as a linear layer: one product over patches that are cut already.
+    """A convolution with stride = kernel size as a linear layer over patches.
 
-    It takes the arguments of the convolution, and has its attributes. Whole images, which would have to be cut, are
-    convolved with the same weight.
+    It has the arguments and attributes of the convolution. Images of several patches are convolved with the same
+    weight.
     """
 
     def __init__(self, in_channels, out_channels, kernel_size, stride=None, padding=0, bias=True, *, rank=2):
@@ -294,7 +291,7 @@ class LinearPatchEmbedding(nn.Module):
     @property
     def weight(self):
         weight = self.linear.weight
-        if weight.dtype.itemsize == 1 or type(weight) is not nn.Parameter:  # quantized: it passes for what it was
+        if weight.dtype.itemsize == 1 or type(weight) is not nn.Parameter:  # quantized
             return torch.empty((), dtype=self.dtype, device=weight.device).expand(self.kernel_shape)
         kernel = weight.view(self.kernel_shape)
         kernel._is_hf_initialized = getattr(weight, "_is_hf_initialized", False)
@@ -321,25 +318,25 @@ class LinearPatchEmbedding(nn.Module):
 
 
 class ListedExperts(nn.Module):
-    """Experts that are modules: the children that have numbers as names. It is indexed as a list of them."""
+    """Experts as modules: the children whose names are indices. It is indexed as a list."""
 
     def __len__(self):
         return sum(name.isdigit() for name in self._modules)
 
     def __iter__(self):
-        return iter([self[number] for number in range(len(self))])
+        return iter([self[index] for index in range(len(self))])
 
-    def __getitem__(self, number):
-        if isinstance(number, slice):
-            return [self[each] for each in range(*number.indices(len(self)))]
-        position = int(number)
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        position = int(index)
         name = str(position + len(self) if position < 0 else position)
         if name not in self._modules or name.startswith("-"):
             raise IndexError(f"expert {position} of {len(self)}")
         return self._modules[name]
 
     def every_expert_runs(self) -> bool:
-        """Whether experts without tokens run too, on no rows: their gradients are zero then, and not None."""
+        """Whether experts without tokens run on zero rows too, so that their gradients are zero and not None."""
         is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # since torch 2.7
         if is_exporting() or any(hasattr(parameter, "placements") for parameter in self.parameters()):
             return True

@@ -1,1 +1,1 @@
-"""Building modules as others: what is in force, one construction, and how the classes of modeling code are reached."""
+"""The patchers in force, and the construction of models under them."""

@@ -19,12 +19,7 @@ from patcher.spec.like import Like, find_like, may_match
 
 @dataclass(frozen=True)
 class Match:
-    """What is built in place of a class, and which key of which field of which patcher says so.
-
-    Attributes:
-        value: of the mapping: a class, or what makes one of the class that is replaced.
-        original: that class.
-    """
+    """The value that a mapping of a patcher in force has for a class, by which key of which field."""
 
     key: Any
     value: type[nn.Module] | ForwardOf
@@ -39,24 +34,26 @@ class Match:
 
 
 class ClassRules:
-    """The class mappings in force. The innermost wins; within one patcher an exact name, before an expression."""
+    """The class mappings in force. The innermost wins; within a patcher an exact name wins over an expression."""
 
     def __init__(self, entries: Iterable[InForce]) -> None:
         self.entries = tuple(entries)
         self.has_registry = any(entry.is_registry for entry in self.entries)
-        # Both only remember what follows from `entries`, the second with what runs as these rules are made.
-        self._matches: dict[tuple[type[nn.Module], str], Match | None] = {}
-        self._alike: dict[type[nn.Module], list[Like]] = {}
+        # Key -> whether the registry has it, where names are expressions as well.
+        self._keys = {key: entry.is_registry for entry in self.entries for key in entry.patcher.class_mapping}
         self._replacements = {cls for entry in self.entries for cls in entry.patcher.class_mapping.values()}
+        # Caches. The second depends on the code of the classes as it is now.
+        self._matches: dict[tuple[type[nn.Module], str], Match | None] = {}
+        self._likes: dict[type[nn.Module], list[Like]] = {}
 
     def match(self, cls: type[nn.Module], name: str = "") -> Match | None:
-        """What is built in place of `cls`.
+        """Return what is built in place of `cls`.
 
         Args:
-            name: the name to which modeling code has bound it: to the registry that counts as well as its own.
+            name: a name to which modeling code has bound the class: the registry matches it too.
 
         Raises:
-            PatchConflictError: two expressions of a patcher ask for different replacements.
+            PatchConflictError: if two expressions of a patcher match and have different replacements.
         """
         name = "" if name == cls.__name__ else name
         if (cls, name) not in self._matches:
@@ -73,81 +70,74 @@ class ClassRules:
 
     def _key(self, entry: InForce, cls: type[nn.Module]) -> str | None:
         mapping = entry.patcher.class_mapping
-        # What isn't a name is about modeling code, not about the replacements beside it.
+        # Expressions and likes mean modeling code, not the replacements.
         if cls in self._replacements:
             return cls.__name__ if cls.__name__ in mapping else None
         key = find_key(cls.__name__, mapping, names_too=entry.is_registry)
         return find_like(cls, mapping, self._likes_of(cls)) if key is None else key
 
     def _likes_of(self, cls: type[nn.Module]) -> list[Like]:
-        if cls not in self._alike:
-            self._alike[cls] = [key for key in self._keys() if isinstance(key, Like) and key.matches(cls)]
-        return self._alike[cls]
-
-    def _keys(self) -> dict[str, bool]:
-        """All class keys, with whether the registry has them: there a name is an expression as well."""
-        return {key: entry.is_registry for entry in self.entries for key in entry.patcher.class_mapping}
+        if cls not in self._likes:
+            self._likes[cls] = [key for key in self._keys if isinstance(key, Like) and key.matches(cls)]
+        return self._likes[cls]
 
     def classes(self) -> list[type[nn.Module]]:
-        """All classes whose name is a key of some mapping, or has a key found in it, or that a key may be like."""
-        keys = self._keys()
-        likes = [key for key in keys if isinstance(key, Like)]
+        """Return the live classes that some key matches, or that may be like a key's target."""
+        keys, likes = self._keys, [key for key in self._keys if isinstance(key, Like)]
         expressions = [key for key in keys if not isinstance(key, Like) and (keys[key] or is_expression(key))]
 
-        def is_named(cls: type[nn.Module]) -> bool:
+        def has_key(cls: type[nn.Module]) -> bool:
             name = cls.__name__
             return name in keys or (bool(expressions) and any(search(key, name) for key in expressions))
 
-        found = subclasses(nn.Module, is_named)
+        classes = subclasses(nn.Module, has_key)
         if likes:
-            alike = may_match(likes, set(subclasses(nn.Module)) - classes_of_torch())
-            found += [cls for cls in alike if is_modeling_module(cls.__module__) or self._likes_of(cls)]
-        return found
+            candidates = may_match(likes, set(subclasses(nn.Module)) - classes_of_torch())
+            classes += [cls for cls in candidates if is_modeling_module(cls.__module__) or self._likes_of(cls)]
+        return classes
 
     def concerns(self, cls: type[nn.Module], name: str = "") -> bool:
-        """Whether a mapping names `cls`. Two expressions that disagree about it are an error when it is built."""
+        """Whether a mapping replaces `cls`; a conflict is raised when it is built."""
         try:
             return self.match(cls, name) is not None
         except PatchConflictError:
             return True
 
     def keys_at(self, path: str, used: Container[tuple[InForce, str]] = ()) -> list[tuple[InForce, str]]:
-        """The keys of module mappings that name a path: those of the innermost patcher first, the exact path first.
+        """Return the keys of module mappings that match a path, in the order of precedence.
 
         Args:
-            used: keys that have replaced what is around this module: they mean nothing inside of that.
+            used: the keys that have replaced a module around this one: these don't apply inside of it.
         """
         return [
             (entry, key)
             for entry in self.entries
-            for key in sorted(entry.patcher.module_mapping, key=path.__ne__)
+            for key in sorted(entry.patcher.module_mapping, key=path.__ne__)  # the path itself first
             if (entry, key) not in used and matches_path(key, path)
         ]
 
     def match_path(self, path: str, cls: type[nn.Module], used: Container[tuple[InForce, str]] = ()) -> Match | None:
-        """What is built in place of the module at a path, of a class of transformers or torch.
+        """Return what is built in place of the module at a path, whose class is `cls`.
 
         Raises:
-            PatchConflictError: two patterns of a patcher ask for different replacements.
+            PatchConflictError: if two patterns of a patcher match and have different replacements.
         """
-        found = self.keys_at(path, used)
-        if not found:
+        matches = self.keys_at(path, used)
+        if not matches:
             return None
-        entry, first = found[0]
+        entry, first = matches[0]
         mapping = entry.patcher.module_mapping
         if first != path:
-            keys = [key for other, key in found if other is entry]
-            agreed(keys, mapping, f"the module {path}", path, "path")
+            agreed([key for other, key in matches if other is entry], mapping, f"the module {path}", path, "path")
         return Match(first, mapping[first], entry, cls, "module_mapping")
 
     def matched(self, match: Match) -> set[Key]:
-        """The keys that have done their part when `match` decides about a class, those that it overrides included."""
-        cls, found = match.original, set[Key]()
+        """Return the keys that are used if `match` decides about a class, including those that it overrides."""
+        # The key of the match itself may be found by a name to which the class was bound.
+        cls, used = match.original, {(match.entry, "class_mapping", match.key)}
         for entry in self.entries[self.entries.index(match.entry) :]:
-            if entry is match.entry:  # perhaps by a name that the class was bound to
-                found.add((entry, "class_mapping", match.key))
             if self._key(entry, cls) is not None:
                 mapping = entry.patcher.class_mapping
-                named = [*hits(cls.__name__, mapping, names_too=entry.is_registry), *self._likes_of(cls)]
-                found.update((entry, "class_mapping", key) for key in named if key in mapping)
-        return found
+                keys = [*hits(cls.__name__, mapping, names_too=entry.is_registry), *self._likes_of(cls)]
+                used.update((entry, "class_mapping", key) for key in keys if key in mapping)
+        return used

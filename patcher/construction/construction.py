@@ -1,8 +1,7 @@
-"""One construction: what is built, from the outermost model down, and what it was built in place of.
+"""The construction of one outermost model: the replacements that are built, and what they replace.
 
-The only mutable object of a load, made where the outermost model begins and private to the thread that builds it. It
-ends with what made it: a load, `from_config`, a skeleton, or in an `applied()` block the gate that the `__init__` of a
-model passes through.
+It is the only mutable object of a load, and private to its thread. It belongs to a load, to `from_config`, to a
+skeleton, or in an `applied()` block to the `__init__` of a model.
 """
 
 from __future__ import annotations
@@ -12,121 +11,127 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.compat.modeling_code import is_modeling_module
-from patcher.compat.models import inherit_loading_attributes, mark_original_class, renamed_parameters
+from patcher.compat.models import (
+    inherit_loading_attributes,
+    mark_original_class,
+    named_modules,
+    renamed_parameters,
+    stock_class,
+)
 from patcher.construction.class_rules import ClassRules, Match
-from patcher.construction.in_force import Block, Outcome, construction_around, entered, entering, tell_blocks
+from patcher.construction.in_force import Block, InForce, Outcome, construction_around, entered, entering, tell_blocks
 from patcher.construction.meta_init import MetaInit, without_value
-from patcher.errors import PatchConstructionError, PatcherError
+from patcher.errors import PatchConflictError, PatchConstructionError, PatcherError
+from patcher.patterns import inside
 
 
 @dataclass(frozen=True, eq=False)
 class Built:
-    """One replacement that was built, and how: enough to build it again."""
+    """A replacement that was built, with what it takes to build it again."""
 
     module: nn.Module
     match: Match
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    #: not a part of another replacement
+    #: whether no other replacement has built it
     outermost: bool
-    #: the names of its parameters, and the how-manieth each was that it registered
+    #: name of a parameter -> its index in the order of registration
     numbers: Mapping[str, int]
 
     @property
     def replacement(self) -> type[nn.Module]:
-        """Its class."""
         return self.match.replacement
 
 
-#: replacements, each with the path at which the model has it
+#: (path in the model, replacement)
 Placed = tuple[tuple[str, Built], ...]
 
 
 @dataclass(eq=False, repr=False)
 class Construction:
-    """What happens while one model is built.
+    """The state of a construction.
 
     Args:
-        rules: what is in force.
-        by_hand: no checkpoint is read: the model is finished when its modules are constructed.
-        is_skeleton: built for its names and shapes only: no fusions, nothing is judged.
+        rules: the mappings in force.
+        by_hand: whether no checkpoint is read: the model is finished when its modules are constructed.
+        is_skeleton: whether the model is built for names and shapes only, without fusions and checks.
     """
 
     rules: ClassRules
     _: KW_ONLY
     by_hand: bool = False
     is_skeleton: bool = False
-    #: the outermost model, as soon as its `__init__` has begun, and whether it has called `post_init`
+    #: the outermost model, once its `__init__` has begun, and whether it has called `post_init`
     root: PreTrainedModel | None = field(init=False, default=None)
     is_constructed: bool = field(init=False, default=False)
     built: list[Built] = field(init=False, default_factory=list)
     outcome: Outcome = field(init=False, default_factory=Outcome)
-    #: what the patchers in force do to the model once its modules are constructed
+    #: the `Resolution` of the model
     resolution: Any = field(init=False, default=None)
-    #: the functions that are replaced in the model
+    #: the functions that are replaced in it
     functions: Any = field(init=False, default=None)
-    #: the constructor arguments of all modules, where constructed ones may be built again
+    #: id -> module and constructor arguments, if modules may be built again
     arguments: dict[int, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] | None = field(init=False, default=None)
-    #: what is left to do when the model, whose `__init__` may go on after `post_init`, is built by hand
+    #: callbacks at the end of a model built by hand, whose `__init__` may go on after `post_init`
     at_end: list[Callable[[], None]] = field(init=False, default_factory=list)
-    #: where the parameters of the replacement go that is built now
+    #: of the replacement that is being built
     meta_init: MetaInit | None = field(init=False, default=None)
     _building: list[nn.Module] = field(init=False, default_factory=list)
-    _noted: dict[type[nn.Module], Match] = field(init=False, default_factory=dict)
+    _recorded: dict[type[nn.Module], Match] = field(init=False, default_factory=dict)
 
-    def replaced(
+    def build_replacement(
         self, cls: type[nn.Module], name: str, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> nn.Module | None:
-        """Build what is in force in place of `cls`; None if nothing is, or the caller's own code is to build that.
-
-        To be called by what takes the place of a constructor.
+        """Build the replacement of `cls`, for a gate or stand-in; None if the class itself is to be built.
 
         Args:
-            name: to which modeling code has bound the class, "" for its own.
-            module: the bare object of `cls`, if there is one yet.
+            name: the name to which modeling code has bound the class, "" for its own.
+            module: the uninitialized object of `cls`, if there is one yet.
         """
         if module is not None and self.arguments is not None:
             self.arguments[id(module)] = (module, args, kwargs)
-        # Inside of a replacement's own code a class is what its name says: only what modeling code builds there is
-        # replaced. Otherwise a replacement could not wrap an object of the class that it replaces.
+        # A replacement may wrap an object of the class that it replaces: inside of it, only modules that modeling code
+        # builds are replaced.
         is_inside = bool(self._building) and not is_modeling_module(calling_module(2))
-        if is_inside or any(module is each for each in self._building):
+        if is_inside or any(module is outer for outer in self._building):
             return None
         match = self.rules.match(cls, name)
         if match is None:
             return None
-        if match.replacement is cls:  # whatever the outer patchers say
-            self._note(match)
+        if match.replacement is cls:  # an inner patcher restores the class
+            self._record(match)
             return None
         module = cls.__new__(cls) if module is None else module
         self.build(module, match, args, kwargs)
         return module
 
     def end(self) -> None:
-        """Do what is left to do when the model is built."""
+        """Run the callbacks."""
         for finish in self.at_end:
             finish()
 
-    def _note(self, match: Match) -> None:
-        """Remember which keys have had an effect."""
-        if self._noted.get(match.original) is not match:
-            self._noted[match.original] = match
+    def _record(self, match: Match) -> None:
+        """Add the keys of a match to the outcome."""
+        if self._recorded.get(match.original) is not match:
+            self._recorded[match.original] = match
             self.outcome |= Outcome(frozenset(self.rules.matched(match)))
 
     def build(self, module: nn.Module, match: Match, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make an object of a class the one of its replacement.
+        """Initialize an object of the original class as one of the replacement.
 
         Raises:
-            PatchConstructionError: it can't be built, or what is to be the model itself would be none.
+            PatchConstructionError: if it can't be built, or would be the model without being a `PreTrainedModel`.
         """
         original, replacement = match.original, match.replacement
         is_model = issubclass(original, PreTrainedModel) and not issubclass(replacement, PreTrainedModel)
@@ -136,7 +141,7 @@ class Construction:
                 "isn't a PreTrainedModel, so it could neither be loaded nor saved: derive it from "
                 f"{original.__qualname__} or from PreTrainedModel, and call super().__init__(config)."
             )
-        if self._noted.get(original) is not match:
+        if self._recorded.get(original) is not match:
             _check_parameters(original, replacement)
         mark_original_class(module, original)
         is_outermost, meta_init = not self._building, MetaInit()
@@ -144,39 +149,36 @@ class Construction:
         if self._construct(meta_init, module, match, args, kwargs):
             if meta_init.to_meta and not self.is_skeleton:
                 meta_init.check_values(module)
-            numbers = meta_init.numbers(module)  # now, for a quantizer may put others in their places
-        mark_original_class(module, original)  # again: `__init__` may have started from an empty `__dict__`
-        if match.field == "class_mapping":  # others say themselves what they have matched
-            self._note(match)
+            numbers = meta_init.numbers(module)  # before a quantizer replaces parameters
+        mark_original_class(module, original)  # again: `__init__` may have cleared `__dict__`
+        if match.field == "class_mapping":  # other fields have been recorded already
+            self._record(match)
         self.built.append(Built(module, match, args, kwargs, is_outermost, numbers))
 
     def build_again(self, built: Built, meta_init: MetaInit) -> nn.Module:
-        """Build a replacement once more, for the values that its `__init__` gives to new weights."""
+        """Build a replacement once more, for the initial values of its new weights."""
         module = built.match.original.__new__(built.match.original)
         self._construct(meta_init, module, built.match, built.args, built.kwargs)
         return module
 
     def _construct(self, meta_init: MetaInit, module: nn.Module, match: Match, args: Any, kwargs: Any) -> bool:
-        """Turn a bare object of a class into an initialised one of its replacement.
-
-        Returns:
-            Whether its parameters went where `meta_init` says, and not where that of a replacement around it does.
+        """Initialize an object as one of the replacement; return whether `meta_init` was used and not an outer one.
 
         Raises:
-            PatchConstructionError: the replacement raised, or its objects have another layout in memory.
+            PatchConstructionError: if the replacement raises, or its objects have another layout in memory.
         """
         original, replacement, outer = match.original, match.replacement, self.meta_init
         inner = self.meta_init = outer or meta_init
         self._building.append(module)
         try:
             with nullcontext() if outer is not None else inner.in_force():
-                _initialise(module, original, replacement, args, kwargs)
+                _initialize(module, original, replacement, args, kwargs)
         except PatcherError:
             raise
         except Exception as error:
-            if any(error is each for each in inner.wanting):
+            if any(error is wanting for wanting in inner.wanting):
                 raise without_value(replacement, f"something ({type(error).__name__}: {error})") from error
-            arguments = [_short(value) for value in args] + [f"{key}={_short(kwargs[key])}" for key in kwargs]
+            arguments = [*map(_short_repr, args), *(f"{key}={_short_repr(value)}" for key, value in kwargs.items())]
             raise PatchConstructionError(
                 f"{replacement.__qualname__} could not be built in place of {original.__qualname__}"
                 f"{_where(error.__traceback__)}: {type(error).__name__}: {error}\n"
@@ -191,7 +193,7 @@ class Construction:
 
 @contextmanager
 def construction_here() -> Iterator[Construction | None]:
-    """The construction that this code is a part of; in a block, one for what is built here, with its parts."""
+    """Yield the construction that this code is a part of, or a new one in an `applied()` block, or None."""
     construction = construction_around()
     if construction is None and (entries := entered()):
         construction = Construction(ClassRules(entries), by_hand=True)
@@ -204,42 +206,37 @@ def construction_here() -> Iterator[Construction | None]:
 
 
 def calling_module(depth: int) -> str:
-    """The name of the module whose code calls: 1 is the caller of the function that asks, 2 is who called that."""
+    """Return the name of the calling module: 1 is the caller of the function that calls this, 2 its caller."""
     return str(sys._getframe(depth + 1).f_globals.get("__name__", ""))
 
 
 def _check_parameters(original: type[nn.Module], replacement: type[nn.Module]) -> None:
-    """Raise where a replacement has a parameter under the name that it had in older releases of transformers.
-
-    What is given under the new name would be lost in its `**kwargs`, a cache for one.
-
-    Raises:
-        PatchConstructionError: with both names.
-    """
+    """Raise if `forward` has a parameter by its old name: an argument by the new name would be lost in `**kwargs`."""
     if not (renamed := renamed_parameters(original.forward)):
         return
-    known = inspect.signature(replacement.forward).parameters
+    parameters = inspect.signature(replacement.forward).parameters
     for old, new in renamed.items():
-        if old in known and new not in known:
+        if old in parameters and new not in parameters:
             raise PatchConstructionError(
                 f"{replacement.__qualname__}.forward has a parameter {old!r}, which is called {new!r} in "
-                f"{original.__qualname__}.forward of transformers {transformers.__version__}, so what is given would "
-                f"be ignored. Call it {new!r}; for older releases too, take kwargs.get({new!r}, kwargs.get({old!r}))."
+                f"{original.__qualname__}.forward of transformers {transformers.__version__}, so that argument "
+                f"would be ignored. Call it {new!r}; for older releases too, take "
+                f"kwargs.get({new!r}, kwargs.get({old!r}))."
             )
 
 
-def _initialise(
+def _initialize(
     module: nn.Module, original: type[nn.Module], replacement: type[nn.Module], args: Any, kwargs: Any
 ) -> None:
     if type(replacement).__call__ is not type.__call__ or replacement.__new__ is not original.__new__:
         raise PatchConstructionError(
-            f"{replacement.__qualname__} has a __new__, or a metaclass with a __call__, of its own, and takes the "
-            "place of an object that has been made already. Move what it does into __init__."
+            f"{replacement.__qualname__} has a __new__, or a metaclass with a __call__, which isn't called, as an "
+            "existing object becomes one of the replacement. Move its code into __init__."
         )
     module.__class__ = replacement
     inherit_loading_attributes(module, original)
     returned = module.__init__(*args, **kwargs)  # type: ignore[misc]
-    if returned is not None:  # where Python calls `__init__` itself, it looks; a generator hasn't even begun
+    if returned is not None:  # as `type.__call__` checks; a generator hasn't even begun
         raise PatchConstructionError(
             f"{replacement.__qualname__}.__init__ returns an object of {type(returned).__name__}: it must return None"
             f"{', so it must not contain yield' if inspect.isgenerator(returned) else ''}."
@@ -251,13 +248,13 @@ def _initialise(
         )
 
 
-def _short(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = repr(value) if isinstance(value, bool | int | float | str | None) else f"<{type(value).__name__}>"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _where(traceback: TracebackType | None) -> str:
-    """The line of modeling code that constructs the object: the frame outside of this package."""
+    """Describe the line that constructs the object: the first frame outside of this package."""
     frame = traceback.tb_frame if traceback is not None else None
     package = str(Path(__file__).parent.parent)
     while frame is not None and frame.f_code.co_filename.startswith(package):
@@ -265,5 +262,137 @@ def _where(traceback: TracebackType | None) -> str:
     if frame is None:
         return ""
     owner, _, name = frame.f_code.co_qualname.rpartition(".")
-    inside = f" of {owner.rpartition('.')[2]}" if owner and not owner.endswith("<locals>") else ""
-    return f", in {name}{inside} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+    cls = f" of {owner.rpartition('.')[2]}" if owner and not owner.endswith("<locals>") else ""
+    return f", in {name}{cls} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+
+
+# --- modules that are replaced by their paths ------------------------------------------------------------------------
+
+
+def replace_modules(construction: Construction, model: PreTrainedModel) -> None:
+    """Replace the modules that module mappings name, from the outside in.
+
+    Raises:
+        PatchConflictError: if two patterns map one module to different classes.
+        PatchConstructionError: if a replacement can't be built, or the arguments of the original aren't known.
+    """
+    if not any(entry.patcher.module_mapping for entry in construction.rules.entries):
+        return
+    used: dict[str, frozenset[tuple[InForce, str]]] = {}
+    paths = [""]
+    for path in paths:  # grows by the children of each module
+        if path and path not in used:
+            _replace(construction, model, path, used)
+        children = model.get_submodule(path)._modules
+        paths += [inside(path) + name for name, child in children.items() if child is not None]
+
+
+def _replace(
+    construction: Construction, model: nn.Module, path: str, used: dict[str, frozenset[tuple[InForce, str]]]
+) -> None:
+    """Replace the module at a path if mappings match all of its paths.
+
+    Args:
+        used: replaced path -> the keys that matched it, which don't apply inside of it.
+    """
+
+    def used_around(path: str) -> frozenset[tuple[InForce, str]]:
+        return frozenset().union(*(keys for outer, keys in used.items() if path.startswith(f"{outer}.")))
+
+    rules, module = construction.rules, model.get_submodule(path)
+    cls = stock_class(module)
+    match = rules.match_path(path, cls, used_around(path))
+    if match is None:
+        return
+    paths = [other for other, submodule in named_modules(model) if submodule is module]
+    for other in paths:
+        other_match = rules.match_path(other, cls, used_around(other))
+        if other_match is None:
+            member = match.entry, "module_mapping"
+            problem = (
+                f"module_mapping: {match.key!r} names {path}, which is {other} as well: a module at two paths is "
+                f"replaced where both are named; add {other!r} with the same class"
+            )
+            outcome = Outcome(frozenset({(*member, match.key)}), {(*member, ((path, other),)): partial(str, problem)})
+            construction.outcome |= outcome
+            return
+        if other_match.replacement is not match.replacement:
+            raise PatchConflictError(
+                f"module_mapping: {path} and {other} are one module, and {match.key!r} maps it to "
+                f"{match.replacement.__qualname__}, {other_match.key!r} to {other_match.replacement.__qualname__}. "
+                "Map both to one class."
+            )
+    if type(module) is not match.replacement:  # as in a part that was loaded separately
+        module = rebuilt(construction, path, module, match)
+    for other in paths:
+        parent, _, name = other.rpartition(".")
+        model.get_submodule(parent)._modules[name] = module
+        keys = rules.keys_at(other, used_around(other))
+        used[other] = used_around(other).union(keys)
+        construction.outcome |= Outcome(frozenset((entry, "module_mapping", key) for entry, key in keys))
+
+
+def rebuilt(construction: Construction, path: str, module: nn.Module, match: Match) -> nn.Module:
+    """Build the replacement or fused class of a constructed module with that module's arguments.
+
+    Raises:
+        PatchConstructionError: if it can't be built, or the arguments aren't known.
+    """
+    cls = stock_class(module)
+    if recorded := (construction.arguments or {}).get(id(module)):
+        _, args, kwargs = recorded
+    elif cls.__module__.startswith("torch."):
+        args, kwargs = _attributes(path, module, match)
+    else:
+        by = "a copy of another module" if is_modeling_module(cls.__module__) else f"built by code in {cls.__module__}"
+        raise PatchConstructionError(
+            f"{_subject(path, match)}, but the constructor arguments of the {cls.__qualname__} there aren't known: "
+            f"it is {by}. {_advice(path, match)}"
+        )
+    new = match.original.__new__(match.original)
+    construction.build(new, match, args, kwargs)
+    new.train(module.training)
+    return new
+
+
+def _attributes(path: str, module: nn.Module, match: Match) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return constructor arguments of a module of torch, from its attributes of the same names.
+
+    Defaults are left out if the replacement doesn't take them.
+    """
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    accepted = inspect.signature(match.replacement).parameters
+    accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    for name, parameter in inspect.signature(type(module)).parameters.items():
+        if name in ("device", "dtype") or name.startswith("_"):
+            continue
+        value = getattr(module, name, parameter)
+        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if is_variadic or value is parameter or isinstance(value, nn.Module) or inspect.ismethod(value):
+            raise PatchConstructionError(
+                f"{_subject(path, match)}, a {type(module).__qualname__} of torch, whose constructor takes "
+                f"{parameter}, and that isn't among its attributes. {_advice(path, match)}"
+            )
+        if name == "bias" and not isinstance(value, bool):  # the attribute is the parameter
+            value = value is not None
+        if parameter.default is parameter.empty:
+            args.append(value)
+        elif accepts_all or name in accepted or value != parameter.default:
+            kwargs[name] = value
+    for weight in module.parameters(recurse=False):
+        if weight.dtype != torch.get_default_dtype():
+            kwargs["dtype"] = weight.dtype
+    return tuple(args), kwargs
+
+
+def _subject(path: str, match: Match) -> str:
+    return f"{match.key!r} takes {path}" if match.field == "fusions" else f"module_mapping names {path}"
+
+
+def _advice(path: str, match: Match) -> str:
+    if match.field == "fusions":
+        return "Leave it out of the fusion: its modules=... say which it takes."
+    if not (parent := path.rpartition(".")[0]):
+        return "Give the class of the model another in a class_mapping, one that builds it."
+    return f"Replace what is around it, {parent!r}, by a class that builds it."

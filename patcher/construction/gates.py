@@ -1,14 +1,13 @@
-"""What takes the place of something in this process while a mapping is in force: gates, and stand-ins for names.
+"""Gates and stand-ins: what is installed in modeling code while a mapping is in force.
 
-A gate is the `__init__` of a class of modeling code: called for an object of exactly that class, in a context where a
-mapping names it, it makes the object one of the replacement. So it doesn't matter where modeling code finds the class
-(a module attribute, an alias, a table, a function that imports it late), and for every other thread the class is what
-it always was: it can be pickled, subclassed and compared meanwhile.
+A gate replaces the `__init__` of a class of modeling code: for an object of exactly that class, in a context where a
+mapping names it, it initializes the object as one of the replacement. So it doesn't matter how modeling code reaches
+the class (module attribute, alias, table, late import), and other threads can construct, pickle, subclass and compare
+the class meanwhile.
 
-A gate can't tell `LayerNorm` in one modeling file from `torch.nn.LayerNorm`, which is not ours to touch, nor know
-under which other name a file has bound a class, which the registry goes by. There a stand-in takes the place of the
-class, in the namespace or table: called in such a context it builds the replacement, and anywhere else the class.
-Whoever reads the name meanwhile has what passes for the class, and may subclass it.
+A gate can't be put on a class of torch, which other code uses too, nor does it know the name to which a modeling file
+has bound the class, which the registry matches. For these a stand-in replaces the class in the namespace or table:
+called in such a context it builds the replacement, otherwise the class. To other code it passes for the class.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from patcher.source.importing import Watcher
 
 
 class Bound(NamedTuple):
-    """A place, in a class, a namespace or a table, that holds something else as long as a cover needs it there."""
+    """A rebound entry of a class, a namespace or a table."""
 
     container: Any
     key: Any
@@ -42,15 +41,14 @@ class Bound(NamedTuple):
     after: Any
 
 
-#: the places, by the id of the container and the key; covers share them
+#: (id of the container, key) -> the entry; covers share them
 bound: dict[tuple[int, Any], Bound] = {}
 
-# A table may be a dict of a kind of its own: one builds an object for each entry that is looked at (`ACT2FN`), others
-# import a modeling file for it. How such a class reads and writes doesn't matter.
+# The methods of dict are called on tables directly: some subclasses build an object (`ACT2FN`) or import a modeling
+# file when an entry is read.
 
 
 def _entry(container: Any, key: Any) -> Any:
-    """What is in a place, None if nothing is."""
     if isinstance(container, list):
         return container[key] if key < len(container) else None
     return dict.get(container, key) if isinstance(container, dict) else vars(container).get(key)
@@ -68,12 +66,12 @@ def _put(container: Any, key: Any, value: Any) -> None:
 
 
 def _gate(cls: type[nn.Module], before: Any) -> Any:
-    """The `__init__` of a class with a gate."""
+    """Return the gate of a class with its own `__init__`, or None if it inherits that."""
 
     @functools.wraps(cls.__init__)
     def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         with construction_here() if type(self) is cls else nullcontext() as construction:
-            if construction is not None and construction.replaced(cls, "", self, args, kwargs) is not None:
+            if construction is not None and construction.build_replacement(cls, "", self, args, kwargs) is not None:
                 return
             if before is None:
                 super(cls, self).__init__(*args, **kwargs)
@@ -85,7 +83,7 @@ def _gate(cls: type[nn.Module], before: Any) -> Any:
 
 
 def own_members(cls: type) -> dict[str, Any]:
-    """The members of a class itself, without a gate that it has for a while."""
+    """Return the members of a class itself, without a gate."""
     with process_lock:
         members, gate = dict(vars(cls)), bound.get((id(cls), "__init__"))
         if gate is not None and members.get("__init__") is gate.after:
@@ -96,39 +94,39 @@ def own_members(cls: type) -> dict[str, Any]:
 
 
 def without_stand_ins(namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a namespace as it is where no load is under way."""
+    """Return a copy of a namespace with the original classes."""
     return {name: _unwrapped(value) for name, value in namespace.items()}
 
 
 def _unwrapped(value: Any) -> Any:
-    """What a name is bound to where nothing stands in for it."""
+    """Return the class of a stand-in, also inside of a tuple; anything else as it is."""
     if isinstance(value, type):
         return value.__dict__.get(STANDS_FOR, value)
-    if type(value) is tuple and any(isinstance(each, type) and STANDS_FOR in vars(each) for each in value):
+    if type(value) is tuple and any(isinstance(item, type) and STANDS_FOR in vars(item) for item in value):
         return tuple(map(_unwrapped, value))
     return value
 
 
 def _stand_in(name: str, original: Any) -> Any:
-    """A class that passes for `original` and, called where it is replaced, builds the replacement.
+    """Make a class that passes for `original` and builds the replacement when called.
 
     Args:
         name: the name to which the class is bound.
-        original: or a tuple, of which classes of modules get stand-ins.
+        original: the class, or a tuple in which to replace the module classes.
     """
     if isinstance(original, tuple):
-        return tuple(_stand_in("", each) if _is_module_class(each) else each for each in original)
+        return tuple(_stand_in("", item) if _is_module_class(item) else item for item in original)
     meta: Any = type(original)
 
     class StandIn(meta):  # type: ignore[misc]
         def __new__(mcs, name: str, bases: tuple[type, ...], body: dict[str, Any], **kwargs: Any) -> Any:
             if STANDS_FOR in body:
                 return super().__new__(mcs, name, bases, body)
-            return meta(name, tuple(_unwrapped(base) for base in bases), body, **kwargs)  # somebody subclasses it
+            return meta(name, tuple(map(_unwrapped, bases)), body, **kwargs)  # a subclass is one of the original
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             with construction_here() as construction:
-                module = construction and construction.replaced(original, name, None, args, kwargs)
+                module = construction and construction.build_replacement(original, name, None, args, kwargs)
                 return original(*args, **kwargs) if module is None else module
 
         def __instancecheck__(cls, instance: object) -> bool:
@@ -153,10 +151,10 @@ def _is_module_class(value: Any) -> bool:
 
 
 class Cover:
-    """The gates and stand-ins that one set of class rules needs, and gates on all models where any may be built."""
+    """The gates and stand-ins for some class rules, and gates on all models if any may be constructed."""
 
     active: ClassVar[set[Cover]] = set()
-    #: that of torch on the registration of parameters, while there are some
+    #: torch's hook on the registration of parameters, while covers are active
     hook: ClassVar[Any] = None
 
     def __init__(self, rules: ClassRules, *, models: bool) -> None:
@@ -164,9 +162,9 @@ class Cover:
         self.models = models
         self.all_classes = False
         self._places: set[tuple[int, Any]] = set()
-        #: the ids of modules that were looked into for stand-ins
+        #: the ids of modules whose stand-ins are installed
         self._seen: set[int] = set()
-        #: classes that are named and can't have a gate
+        #: replaced classes outside of modeling code
         self._foreign: set[type[nn.Module]] = set()
         with process_lock:
             Cover.active.add(self)
@@ -175,33 +173,32 @@ class Cover:
                 Cover.hook = watch_parameters()
 
     def add_all(self) -> None:
-        """Put gates on all classes of modeling code that are named, and on models, and stand-ins for the others."""
-        named = subclasses(nn.Module) if self.all_classes else self.rules.classes()
-        ours = of_modeling_code(named)
-        for cls in (*ours, *(subclasses(PreTrainedModel) if self.models else ())):
+        """Install gates on replaced classes of modeling code and on models, and stand-ins for other classes."""
+        classes = subclasses(nn.Module) if self.all_classes else self.rules.classes()
+        with_gate = of_modeling_code(classes)
+        for cls in (*with_gate, *(subclasses(PreTrainedModel) if self.models else ())):
             self._bind(cls, "__init__", functools.partial(_gate, cls))
-        self._foreign = {cls for cls in named if cls not in ours and self.rules.concerns(cls)}
+        self._foreign = {cls for cls in classes if cls not in with_gate and self.rules.concerns(cls)}
         for name, module in list(sys.modules.items()) if self._foreign or self.rules.has_registry else ():
             if is_modeling_module(name) and isinstance(module, ModuleType):
                 self._add_names(module)
 
     def add_module(self, module: ModuleType) -> None:
-        """The same for a modeling module that has just been imported."""
-        classes = of_modeling_code(filter(_is_module_class, list(vars(module).values())))
-        for cls in classes:
+        """Do the same for a modeling module that has just been imported."""
+        for cls in of_modeling_code(filter(_is_module_class, list(vars(module).values()))):
             is_model = self.models and issubclass(cls, PreTrainedModel)
             if is_model or self.all_classes or self.rules.concerns(cls):
                 self._bind(cls, "__init__", functools.partial(_gate, cls))
         self._add_names(module)
 
     def _add_names(self, module: ModuleType) -> None:
-        """Put stand-ins into the namespace of a modeling module, and into its tables."""
+        """Install stand-ins in the namespace of a modeling module and in its tables."""
         if id(module) in self._seen:
             return
         self._seen.add(id(module))
         namespace = vars(module)
         for name, value in list(namespace.items()):
-            # Where the class's own name is what matched, its gate does all that is needed.
+            # A class that matches by its own name has a gate.
             is_renamed = _is_module_class(value) and not self.rules.concerns(_unwrapped(value))
             if self._holds_foreign(value) or (is_renamed and self.rules.concerns(_unwrapped(value), name)):
                 self._bind(namespace, name, functools.partial(_stand_in, name))
@@ -211,15 +208,15 @@ class Cover:
                         self._bind(value, key, functools.partial(_stand_in, ""))
 
     def _holds_foreign(self, item: Any) -> bool:
-        """Whether an entry is a class of others, or a tuple with one in it, `(nn.ReLU, {"inplace": True})`."""
-        listed = item if type(item) is tuple else (item,)
-        return any(isinstance(each, type) and _unwrapped(each) in self._foreign for each in listed)
+        """Whether an entry is such a class, or a tuple with one, as `(nn.ReLU, {"inplace": True})`."""
+        values = item if type(item) is tuple else (item,)
+        return any(isinstance(value, type) and _unwrapped(value) in self._foreign for value in values)
 
     def _bind(self, container: Any, key: Any, after: Callable[[Any], Any]) -> None:
-        """Put into a place what is made of what is there."""
+        """Rebind an entry to `after` of its value."""
         place = id(container), key
         with process_lock:
-            # Otherwise the block was left meanwhile, by another thread than the one that imports.
+            # Another thread than the one that imports may have left the block.
             if place not in self._places and self in Cover.active:
                 self._places.add(place)
                 if place not in bound:
@@ -234,19 +231,18 @@ class Cover:
                 _watcher.end()
                 Cover.hook.remove()
             for place in self._places.difference(*(other._places for other in Cover.active)):
-                found = bound.pop(place, None)  # none, if an interrupt came before it was there
-                # Somebody who has put something else there keeps it; what they wrapped goes on passing through.
-                if found is not None and _entry(found.container, found.key) is found.after:
-                    _put(found.container, found.key, found.before)
+                entry = bound.pop(place, None)  # None if an interrupt came before it was bound
+                # What other code has put there meanwhile stays.
+                if entry is not None and _entry(entry.container, entry.key) is entry.after:
+                    _put(entry.container, entry.key, entry.before)
 
 
 @contextmanager
 def in_force(block: Block, rules: ClassRules, *, models: bool = False) -> Iterator[None]:
-    """Put a block in force, and gates on the classes that its rules name. On exit nothing of it is left anywhere.
+    """Put a block in force, with gates and stand-ins for its rules until it is left.
 
     Args:
-        rules: what is in force with it.
-        models: any model may be built inside, by hand.
+        models: whether models may be constructed inside without a load.
     """
     with entering(block):
         if not rules.entries:
@@ -262,7 +258,7 @@ def in_force(block: Block, rules: ClassRules, *, models: bool = False) -> Iterat
 
 @contextmanager
 def building(construction: Construction) -> Iterator[None]:
-    """Let what is built inside the block be a part of a construction, with exactly its patchers in force."""
+    """Build a construction inside the block, with exactly its patchers in force."""
     rules = construction.rules
     with in_force(Block(rules.entries, only=True, construction=construction), rules):
         yield
@@ -270,10 +266,10 @@ def building(construction: Construction) -> Iterator[None]:
 
 
 def cover_new_classes(rules: ClassRules | None = None) -> None:
-    """Put gates on classes that came into being after a block began, other than by an import.
+    """Install gates on classes that were created since a block began, other than by an import.
 
     Args:
-        rules: those of a construction that wants constructor arguments: of all classes of modeling code, named or not.
+        rules: of a construction that records constructor arguments, for which all classes of modeling code get gates.
     """
     for cover in list(Cover.active):
         cover.all_classes |= rules is not None and cover.rules.entries == rules.entries
@@ -281,7 +277,6 @@ def cover_new_classes(rules: ClassRules | None = None) -> None:
 
 
 def _cover_module(module: ModuleType) -> None:
-    """Put gates on the classes of a modeling module that is first imported while a mapping is in force."""
     with process_lock:
         for cover in Cover.active:
             cover.add_module(module)

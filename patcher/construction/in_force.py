@@ -1,7 +1,6 @@
-"""Which patchers are in force: a tuple of blocks, the innermost first, in a context variable.
+"""The patchers in force: a tuple of blocks, the innermost first, in a context variable.
 
-Entering puts a block in front, and leaving takes that very one out, whatever has been put there since: generators that
-hold blocks may end in any order. The registry is replaced as a whole.
+Leaving removes the block that was entered, wherever it is by then: generators that hold blocks may end in any order.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: Origins of patchers: the process-wide registry, a config's fusions, and fusions whose layout the weight files have.
 REGISTRY = "monkey_patching"
-#: How fusions come into force that a config names, and that made the layout in which weights lie on the disk.
 FUSION_CONFIG = "fusion_config"
 LAYOUT = "the layout on disk"
 
 
 @dataclass(frozen=True)
 class InForce:
-    """A patcher and what put it in force: `patcher=`, `applied()`, a config's fusions, the process-wide registry."""
+    """A patcher and what put it in force: `patcher=`, `applied()`, or one of the origins above."""
 
     patcher: Patcher
     origin: str
@@ -40,20 +39,15 @@ class InForce:
         return self.origin == REGISTRY
 
 
-#: What had an effect: (patcher in force, field, what of that field).
+#: A member of a patcher: the patcher in force, the field, and the key or value in the field.
 Key = tuple[InForce, str, Hashable]
-#: What had none: the same, with all of that field of which one is enough.
+#: Alternative members of one field.
 Unused = tuple[InForce, str, tuple[Hashable, ...]]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What had an effect of the patchers in force, and why the rest hadn't, as whoever decides about it has found.
-
-    Attributes:
-        used: what had an effect.
-        unused: the problems of the rest, in the model that was looked at last.
-    """
+    """The members of patchers that had an effect, and problems of alternatives that had none in the latest model."""
 
     used: frozenset[Key] = frozenset()
     unused: Mapping[Unused, Callable[[], str]] = field(default_factory=dict)
@@ -62,8 +56,8 @@ class Outcome:
         return Outcome(self.used | other.used, {**self.unused, **other.unused})
 
     def problems_of(self, entry: InForce) -> Iterator[Callable[[], str]]:
-        """The problems of all of one patcher that had no effect anywhere."""
-        if not entry.is_registry:  # it meets every model of the process
+        """Yield the problems of a patcher's members that had no effect in any model."""
+        if not entry.is_registry:  # that applies to every model of the process
             for (owner, kind, keys), problem in self.unused.items():
                 if owner == entry and not any((entry, kind, key) in self.used for key in keys):
                     yield problem
@@ -71,13 +65,13 @@ class Outcome:
 
 @dataclass(eq=False)
 class Block:
-    """What is in force for a while in the contexts that carry it, and what was found meanwhile in all of them.
+    """What is in force in the contexts that have the block, and its outcome in all of them.
 
     Attributes:
         entries: the innermost first.
-        only: nothing of what is around it is in force inside.
-        construction: what is built inside is a part of it, in this thread alone: others may have copied the context.
-        ended: it was left; a context that was copied from within may outlive it.
+        only: whether outer blocks are not in force inside.
+        construction: the one for models built inside, in this thread alone: others may have copied the context.
+        ended: whether it was left; a copied context may outlive it.
     """
 
     entries: tuple[InForce, ...] = ()
@@ -88,7 +82,7 @@ class Block:
     outcome: Outcome = field(init=False, default_factory=Outcome)
 
 
-#: Inside of it nothing is in force that is outside, nor is the process-wide registry.
+#: Without any outer patcher, nor the process-wide registry.
 _STOCK = Block(only=True)
 _BLOCKS: ContextVar[tuple[Block, ...]] = ContextVar("patcher_in_force", default=())
 
@@ -97,7 +91,7 @@ _registered = Patcher(strict=False)
 
 
 def registered_patcher() -> Patcher:
-    """The patcher that every load of this process meets."""
+    """Return the patcher that is in force for every load of this process."""
     return _registered
 
 
@@ -107,15 +101,15 @@ def set_registered_patcher(patcher: Patcher) -> None:
 
 
 def blocks() -> tuple[Block, ...]:
-    """The blocks around this code, the innermost first."""
-    here = threading.get_ident()
+    """Return the blocks around this code, the innermost first."""
+    thread = threading.get_ident()
     return tuple(
-        block for block in _BLOCKS.get() if not block.ended and (block.construction is None or block.thread == here)
+        block for block in _BLOCKS.get() if not block.ended and (block.construction is None or block.thread == thread)
     )
 
 
 def entered() -> tuple[InForce, ...]:
-    """What the blocks around this code have put in force: what a model that is built by hand here meets."""
+    """Return the patchers of the blocks around this code, which a model constructed here without a load gets."""
     entries: list[InForce] = []
     for block in blocks():
         entries += block.entries
@@ -125,15 +119,15 @@ def entered() -> tuple[InForce, ...]:
 
 
 def construction_around() -> Construction | None:
-    """The construction that this code is a part of, None if nothing is built here under a patcher."""
+    """Return the construction that this code is a part of, if there is one."""
     return next((block.construction for block in blocks() if block.construction is not None or block.only), None)
 
 
 def in_force_for(patcher: Any) -> tuple[tuple[InForce, ...], tuple[InForce, ...]]:
-    """What a load meets, the innermost first, and what of it this very load brings.
+    """Return the patchers in force for a load, the innermost first, and those of them that are its own.
 
     Raises:
-        InvalidPatcherError: `patcher` isn't a Patcher.
+        InvalidPatcherError: if `patcher` isn't a Patcher.
     """
     if not isinstance(patcher, Patcher | None):
         raise not_a_patcher("patcher={}", patcher)
@@ -151,13 +145,13 @@ def entering(block: Block) -> Iterator[None]:
     try:
         yield
     finally:
-        block.ended = True  # in every context that carries it: this may be another one than it was entered in
-        block.construction = None  # which such a context would keep
+        block.ended = True  # in every context that has it, of which this may be another than the entered one
+        block.construction = None  # which such a context would keep alive
         _BLOCKS.set(blocks())
 
 
 def tell_blocks(outcome: Outcome) -> None:
-    """Tell the blocks around this code what was found in them."""
+    """Add an outcome to that of the blocks around this code."""
     with process_lock:
         for block in blocks():
             if block is not _STOCK:
@@ -165,7 +159,7 @@ def tell_blocks(outcome: Outcome) -> None:
 
 
 def unpatched(call: Callable[[], T]) -> T:
-    """What a call gives where no patcher is in force but those that it brings: stock, to compare with."""
+    """Return the result of a call in a context without patchers in force."""
 
     def alone() -> T:
         _BLOCKS.set((_STOCK,))

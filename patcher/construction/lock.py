@@ -1,4 +1,4 @@
-"""The locks of what is one for the process: what this package has put in place, and what a construction rebinds."""
+"""The locks of process-wide state: what this package installs, and what a construction rebinds."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 from patcher.errors import PatchConstructionError
 
-#: For gates, stand-ins and torch's hook. Held for moments only: a fork waits for it, so that the child never inherits
-#: it held, or what it guards half done.
+#: Guards gates, stand-ins and torch's hook, for moments only. A fork waits for it, so that a child inherits neither a
+#: held lock nor a partial update.
 process_lock = threading.RLock()
 
 #: How long a thread waits for one that constructs a model: see `ConstructionLock`.
@@ -19,15 +19,14 @@ WAIT_SECONDS = 300.0
 
 
 class ConstructionLock:
-    """One thread at a time constructs and initialises models; the same thread may enter again.
+    """A reentrant lock for constructing and initializing models.
 
-    Whoever waits for longer than `WAIT_SECONDS` gets an error that names its holder: that may be waiting for
-    this one.
+    A thread that has waited for one holder longer than `WAIT_SECONDS` gets an error instead of a deadlock.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        #: (thread, what for, since when) of the thread that holds it
+        #: thread name, what it constructs, since when
         self._holder: tuple[str, str, float] | None = None
 
     @contextmanager
@@ -35,16 +34,16 @@ class ConstructionLock:
         """Hold the lock inside the block.
 
         Args:
-            what: what is constructed, for the error of whoever waits for it.
-            or_without: go on without it where it would wait too long: transformers doesn't guard that at all.
+            what: what is constructed, for errors of waiting threads.
+            or_without: go on without the lock rather than raise, where transformers has no lock at all.
 
         Raises:
-            PatchConstructionError: another thread has held it for too long.
+            PatchConstructionError: if another thread has held it for too long.
         """
         outer: tuple[str, str, float] | None = None
         while not self._lock.acquire(timeout=WAIT_SECONDS):
             if (holder := self._holder) is None or time.time() - holder[2] < WAIT_SECONDS:
-                continue  # others take turns, and nothing is stuck
+                continue  # the holder has changed meanwhile
             if or_without:
                 yield
                 return
@@ -52,8 +51,8 @@ class ConstructionLock:
             raise PatchConstructionError(
                 f"{what} can't be constructed: the thread {thread!r} has been constructing {other} since "
                 f"{time.strftime('%H:%M:%S', time.localtime(since))}, for more than {WAIT_SECONDS:g} seconds. Models "
-                "are constructed one at a time, so an __init__ that waits for a thread which loads a model waits for "
-                "it in vain: load that model before, and hand it over."
+                "are constructed one at a time, so an __init__ must not wait for a thread that loads a model: "
+                "load that model first, and pass it in."
             )
         try:
             outer = self._holder
@@ -64,7 +63,7 @@ class ConstructionLock:
             self._lock.release()
 
     def after_fork_in_child(self) -> None:
-        """Let go of what a thread holds that the child doesn't have: it has the one that forked only."""
+        """Release the lock if a thread holds it that the child doesn't have."""
         if self._lock.acquire(blocking=False):
             self._lock.release()
         else:
@@ -72,8 +71,8 @@ class ConstructionLock:
             self._holder = None
 
 
-#: Constructing a model rebinds `torch.nn.init`, `torch.linspace` and `tie_weights` for the whole process, so two loads
-#: at once make each other wrong, without any patcher. Every load holds this while it constructs and initialises.
+#: transformers rebinds `torch.nn.init`, `torch.linspace` and `tie_weights` for the whole process while it constructs a
+#: model, so concurrent loads break each other even without a patcher. Every load holds this lock meanwhile.
 construction_lock = ConstructionLock()
 
 if hasattr(os, "register_at_fork"):

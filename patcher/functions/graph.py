@@ -1,53 +1,182 @@
-"""What refers to which functions, from bytecode, closures and defaults: a graph of objects, in which hits are marked.
+"""Which functions are replaced, and which refer to them, by bytecode, closures and defaults: a graph of objects.
 
-Another function can be put where code finds one by a global name, in a closure, as a default or as a member of a
-class: there `Rebinder` copies whatever is around it. An edge that leads anywhere else (into a table, an object, a
-class that isn't a module, an attribute of an imported module) says what it goes `through`, and is refused if a
-function that is replaced is behind it. Registries of transformers, which all models share (`ALL_ATTENTION_FUNCTIONS`),
-are not followed.
+A function can be replaced for one model where code finds it by a global name, in a closure, as a default or as a
+member of a class: `Rebinder` copies what is around it. Any other edge (into a table, an object, a class that isn't a
+module, an attribute of an imported module) has a description of what it goes `through`, for the error if it leads to a
+replaced function. Registries of transformers, which all models share (`ALL_ATTENTION_FUNCTIONS`), aren't followed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import CellType, FunctionType, MethodType, ModuleType
+from dataclasses import dataclass
+from itertools import takewhile
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from patcher.compat.held import parts_of
+from patcher.compat.attributes import parts_of
 from patcher.compat.modeling_code import is_architecture_module, is_modeling_module, registered
 from patcher.construction.gates import own_members
-from patcher.functions.references import Reference, references_of
-from patcher.functions.rules import FunctionRules, Hit
 from patcher.source.alike import without_kernel
+from patcher.spec.like import Like, find_like, reference
 
-#: Packages whose functions call none of a model's.
-_OTHERS = frozenset({*sys.stdlib_module_names, "torch", "numpy", "accelerate", "peft", "patcher", "kernels"}) - {
-    "__main__"
-}
-#: What is looked into for functions whatever library its class is of.
+#: Function mappings in a form that can be hashed and pickled, the innermost first.
+Layers = tuple[tuple[tuple[str, Callable[..., Any]], ...], ...]
+
+#: Packages whose functions don't call those of a model.
+_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "accelerate", "peft", "patcher", "kernels"} - {"__main__"}
+#: Objects whose contents are searched although their class is of a library.
 _CONTAINERS = (dict, list, tuple, set, frozenset, CellType, MethodType, functools.partial, functools.partialmethod)
-#: Kinds of edges: to what is in a table that all models share, and to a class of modules that code makes objects of.
+#: Kinds of edges: to an entry of a table that all models share, and to a module class that code instantiates.
 SHARED, BUILDS = "shared", "builds"
 
 
-class Edge(NamedTuple):
-    """Something that a function, or whatever holds functions, refers to.
+# --- which functions are replaced ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A function and its replacement.
 
     Attributes:
-        name: the name by which code finds it, "" in a closure or a default.
-        through: what it is found through, where no other function can be put in its place for one model.
-        hit: what replaces it.
-        is_kept: it is found by a global name, and not called there.
-        table: what a function is handed to: it runs where a config chooses none in this table of all models.
-        kind: "", for all that is followed, or `SHARED` or `BUILDS`.
+        keys: (index of the mapping, key) of all keys that match: the first one decides.
+        callers: the names of the classes of a model that call the function, directly or through others.
+    """
+
+    keys: tuple[tuple[int, str], ...]
+    original: Any
+    replacement: Any
+    callers: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return reference(self.original)
+
+
+class FunctionRules:
+    """Function mappings. The innermost wins; within a mapping `module:name`, then a bare name, then `like(...)`.
+
+    >>> FunctionRules(((("apply_rotary_pos_emb", print),),)).hit("apply_rotary_pos_emb", max).replacement
+    <built-in function print>
+    """
+
+    def __init__(self, layers: Layers) -> None:
+        self.mappings = [dict(layer) for layer in layers]
+        keys = [key for mapping in self.mappings for key in mapping]
+        self.has_likes = any(isinstance(key, Like) for key in keys)
+        #: `module:name` -> the function, None if the module isn't imported, so that no code can have it
+        self.named = {key: _function_at(key) for key in keys if ":" in key and not isinstance(key, Like)}
+        self.replacements = {id(function): function for mapping in self.mappings for function in mapping.values()}
+
+    def hit(self, name: str, value: Any) -> Hit | None:
+        """Return the replacement of a function that code finds by a name, None if it isn't replaced."""
+        if isinstance(value, type) or not callable(value):
+            return None
+        exact = [key for key, function in self.named.items() if function is value]
+        keys = [
+            (index, key)
+            for index, mapping in enumerate(self.mappings)
+            for key in (
+                *exact,
+                *dict.fromkeys((name, getattr(value, "__name__", None))),
+                find_like(value, mapping) if self.has_likes else None,
+            )
+            if key in mapping
+        ]
+        replacement = self.mappings[keys[0][0]][keys[0][1]] if keys else value
+        return Hit(tuple(keys), value, replacement) if replacement is not value else None
+
+
+def _function_at(key: str) -> Any:
+    """Return what `module:name` is bound to, None if it isn't or the module isn't imported."""
+    module, _, name = key.partition(":")
+    return without_kernel(vars(sys.modules[module]).get(name)) if module in sys.modules else None
+
+
+# --- what code refers to, read from its bytecode ---------------------------------------------------------------------
+
+
+class Reference(NamedTuple):
+    """A global name that code reads, the attributes read of it (`nn`, `softmax` in `torch.nn.softmax(x)`), and whether
+    it is called itself."""
+
+    name: str
+    attributes: tuple[str, ...] = ()
+    is_called: bool = False
+
+
+@dataclass(frozen=True)
+class References:
+    """The global names and closure variables of a code object and of functions inside of it.
+
+    Attributes:
+        read, written: the global names that are read; bound or deleted.
+        written_cells: the variables of outer functions that are bound or deleted.
+        imported: (level, module, name) of each `from module import name`.
+    """
+
+    read: tuple[Reference, ...]
+    written: frozenset[str]
+    written_cells: frozenset[str]
+    imported: tuple[tuple[int, str, str], ...]
+
+
+@functools.lru_cache(maxsize=8192)
+def references_of(code: CodeType) -> References:
+    """Return what a code object refers to."""
+    read: dict[Reference, None] = {}
+    written: set[str] = set()
+    cells: set[str] = set()
+    imported: dict[tuple[int, str, str], None] = {}
+    instructions = list(dis.get_instructions(code))
+    level, module = 0, ""
+    for index, instruction in enumerate(instructions):
+        value = instruction.argval
+        match instruction.opname:
+            case "LOAD_GLOBAL" | "LOAD_NAME" | "LOAD_FROM_DICT_OR_GLOBALS":
+                following = takewhile(lambda i: i.opname in ("LOAD_ATTR", "LOAD_METHOD"), instructions[index + 1 :])
+                is_called = instruction.opname == "LOAD_GLOBAL" and bool((instruction.arg or 0) & 1)
+                read[Reference(value, tuple(load.argval for load in following), is_called)] = None
+            case "STORE_GLOBAL" | "DELETE_GLOBAL":
+                written.add(value)
+            case "STORE_DEREF" | "DELETE_DEREF":
+                cells.add(value)
+            case "IMPORT_NAME":
+                level, module = int(instructions[index - 2].argval or 0), value
+            case "IMPORT_FROM":
+                imported[level, module, value] = None
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            inner = references_of(constant)
+            read |= dict.fromkeys(inner.read)
+            written |= inner.written
+            cells |= inner.written_cells  # variables of this function, or of one around it
+            imported |= dict.fromkeys(inner.imported)
+    return References(tuple(read), frozenset(written), frozenset(cells), tuple(imported))
+
+
+# --- the graph -------------------------------------------------------------------------------------------------------
+
+
+class Edge(NamedTuple):
+    """A reference from a function, or an object that holds functions, to an object.
+
+    Attributes:
+        name: the name by which code finds the object, "" in a closure or a default.
+        through: how it is found, if it can't be replaced there for one model.
+        hit: its replacement.
+        is_kept: whether it is found by a global name without being called there.
+        table: the table of all models with which the object is passed: it runs if a config chooses no entry of that.
+        kind: "" for an edge that is followed, `SHARED` or `BUILDS`.
     """
 
     to: Any  # as an attribute of type FunctionType it would pass for a method
@@ -65,13 +194,13 @@ class Node(NamedTuple):
     value: Any
     edges: list[Edge]
 
-    def hits(self, is_meant: Callable[[Edge], bool] = lambda edge: True) -> list[Hit]:
-        """What it refers to that is replaced."""
-        return [edge.hit for edge in self.edges if edge.hit is not None and not edge.kind and is_meant(edge)]
+    def hits(self, predicate: Callable[[Edge], bool] = lambda edge: True) -> list[Hit]:
+        """Return the replaced functions that the object refers to."""
+        return [edge.hit for edge in self.edges if edge.hit is not None and not edge.kind and predicate(edge)]
 
 
 class Graph:
-    """The objects that are reached from those that were added, and which of them reach a function that is replaced."""
+    """The objects that are reachable from added edges, and which of them lead to a replaced function."""
 
     def __init__(self, rules: FunctionRules) -> None:
         self.rules = rules
@@ -80,133 +209,140 @@ class Graph:
         self._written: dict[int, frozenset[str]] = {}
 
     def add(self, edges: Iterable[Edge]) -> None:
-        """Look at what edges lead to, and at all that it refers to."""
-        waiting = list(edges)
-        while waiting:
-            edge = waiting.pop()
+        """Add the objects that edges lead to, and all that these refer to."""
+        pending = list(edges)
+        while pending:
+            edge = pending.pop()
             if edge.kind == BUILDS:
-                waiting += [member for member in self.members(edge.to) if id(member.to) not in self.nodes]
+                pending += [member for member in self.members(edge.to) if id(member.to) not in self.nodes]
             elif id(edge.to) not in self.nodes and id(edge.to) not in self.rules.replacements:
                 node = self.nodes[id(edge.to)] = Node(edge.to, self._edges_of(edge.to))
                 self._needing = None
-                waiting += node.edges
+                pending += node.edges
 
     def needs(self, value: Any) -> bool:
-        """Whether something that was added leads to a function that is replaced."""
+        """Whether an object that was added leads to a replaced function."""
         if self._needing is None:
             referring: dict[int, list[int]] = {}
             for key, node in self.nodes.items():
                 for edge in node.edges:
                     if edge.hit is None and not edge.kind:
                         referring.setdefault(id(edge.to), []).append(key)
-            waiting = [key for key, node in self.nodes.items() if node.hits()]
+            pending = [key for key, node in self.nodes.items() if node.hits()]
             self._needing = set()
-            while waiting:
-                key = waiting.pop()
+            while pending:
+                key = pending.pop()
                 if key not in self._needing:
                     self._needing.add(key)
-                    waiting += referring.get(key, ())
+                    pending += referring.get(key, ())
         return id(value) in self._needing
 
     def changes(self, edge: Edge) -> bool:
-        """Whether something else has to be put where an edge leads."""
+        """Whether the object of an edge has to be replaced or copied."""
         return not edge.kind and (edge.hit is not None or self.needs(edge.to))
 
     def reached(
-        self, edges: Iterable[Edge], is_meant: Callable[[Edge], bool] = lambda edge: True, *, all_of_them: bool = False
+        self, edges: Iterable[Edge], predicate: Callable[[Edge], bool] = lambda edge: True, *, everything: bool = False
     ) -> Iterator[Node]:
-        """The nodes from which a replaced function is reached, from some on; or all of them.
+        """Yield the nodes that are reached from edges by edges with a predicate, and that lead to a replaced function.
 
         Args:
-            is_meant: which edges are followed.
+            everything: whether to yield nodes that lead to none too.
         """
-        waiting, seen = [edge.to for edge in edges if edge.hit is None], set[int]()
-        while waiting:
-            value = waiting.pop()
-            if id(value) in seen or id(value) not in self.nodes or not (all_of_them or self.needs(value)):
+        pending, seen = [edge.to for edge in edges if edge.hit is None], set[int]()
+        while pending:
+            value = pending.pop()
+            if id(value) in seen or id(value) not in self.nodes or not (everything or self.needs(value)):
                 continue
             seen.add(id(value))
             node = self.nodes[id(value)]
             yield node
             followed = [edge for edge in node.edges if not edge.through and not edge.kind and edge.hit is None]
-            waiting += [edge.to for edge in followed if is_meant(edge)]
+            pending += [edge.to for edge in followed if predicate(edge)]
 
     def members(self, cls: type) -> list[Edge]:
-        """The edges of a class to its own members, and those of the classes that it derives from."""
-        return [edge for base in filter(is_followed, cls.__mro__) for edge in self._own_members(base)]
-
-    def _own_members(self, cls: type) -> list[Edge]:
+        """Return the edges to the members of a class and of its bases."""
         skipped = ("__dict__", "__weakref__", "__annotations__", "__init_subclass__", "__class_getitem__")
-        members = {name: value for name, value in own_members(cls).items() if name not in skipped}
-        return [self.edge(value, name, name) for name, value in members.items() if not isinstance(value, type)]
+        members = [item for base in filter(is_followed, cls.__mro__) for item in own_members(base).items()]
+        used = [(name, value) for name, value in members if name not in skipped and not isinstance(value, type)]
+        return [self.edge(value, name, name) for name, value in used]
 
     def hit_of(self, function: Any) -> Hit | None:
-        """What replaces a function that is held as an object: not a method, whose name may be the same."""
+        """Return the replacement of a function object; a method of the same name has none."""
         if not isinstance(function, FunctionType) or "." in function.__qualname__.replace("<locals>.", ""):
             return None
         return self.rules.hit(function.__name__, function)
 
     def edge(self, to: Any, place: str, name: str = "", *, is_fixed: bool = False) -> Edge:
-        """The edge to a value, that can be another one unless it is fixed or can't be made anew."""
-        can_be_made = isinstance(to, FunctionType) or made_of(to) is not None
-        through = place if can_be_made else f"{place}, a {type(to).__name__}"
-        return Edge(to, name, through if is_fixed or not can_be_made else "", self.hit_of(to))
+        """Return the edge to an object, that goes through `place` if the object is fixed there or can't be copied."""
+        is_copyable = isinstance(to, FunctionType) or decompose(to) is not None
+        through = place if is_copyable else f"{place}, a {type(to).__name__}"
+        return Edge(to, name, through if is_fixed or not is_copyable else "", self.hit_of(to))
 
     def _edges_of(self, value: Any) -> list[Edge]:
         if isinstance(value, FunctionType):
             return self._edges_of_function(value)
-        made = made_of(value)
-        return [Edge(part, hit=self.hit_of(part)) for part in (made[0] if made is not None else _held_by(value))]
+        decomposed = decompose(value)
+        parts = _contents(value) if decomposed is None else decomposed[0]
+        return [Edge(part, hit=self.hit_of(part)) for part in parts]
 
     def _edges_of_function(self, function: FunctionType) -> list[Edge]:
-        references, space = references_of(function.__code__), function.__globals__
-        closed_over = {name: value for name, value in closure_of(function).items() if not isinstance(value, type)}
-        is_library = not is_followed_module(space.get("__name__", ""))
-        named = () if is_library else references.read
-        read = [(each, without_kernel(space[each.name])) for each in named if each.name in space]
-        called = {id(value) for reference, value in read if reference.is_called}
-        # What is handed on is handed to such a table, if there is one.
-        tables = [each for each in (*(value for _, value in read), *closed_over.values()) if _is_registry(each)]
+        references, namespace = references_of(function.__code__), function.__globals__
+        closure = {name: value for name, value in closure_of(function).items() if not isinstance(value, type)}
+        is_library = not is_followed_module(namespace.get("__name__", ""))
+        global_refs = () if is_library else references.read
+        read = [(ref, without_kernel(namespace[ref.name])) for ref in global_refs if ref.name in namespace]
+        called = {id(value) for ref, value in read if ref.is_called}
+        # A function that is passed on is passed to a table of all models, if the code has one.
+        tables = [value for value in (*(value for _, value in read), *closure.values()) if _is_registry(value)]
         edges: list[Edge] = []
-        for reference, value in read:
+        for ref, value in read:
             is_kept = id(value) not in called
-            edges += [edge._replace(is_kept=is_kept and edge.to is value) for edge in self._read(value, reference)]
-        for each in () if is_library else references.imported:
-            edges += self._imported(space, *each)
-        for name, value in closed_over.items():
+            edges += [edge._replace(is_kept=is_kept and edge.to is value) for edge in self._read(value, ref)]
+        for imported in () if is_library else references.imported:
+            edges += self._imported(namespace, *imported)
+        for name, value in closure.items():
             edge = self.edge(value, f"its variable {name!r}")
             changes = f"its variable {name!r}, which changes" if name in references.written_cells else ""
             edges.append(edge._replace(through=edge.through or changes))
-        edges = [
-            edge._replace(table=tables[0])
-            if tables and isinstance(edge.to, FunctionType) and not edge.kind and id(edge.to) not in called
-            else edge
-            for edge in edges
-        ]
+        if tables:
+            edges = [
+                edge._replace(table=tables[0])
+                if isinstance(edge.to, FunctionType) and not edge.kind and id(edge.to) not in called
+                else edge
+                for edge in edges
+            ]
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         edges += [self.edge(value, "a default") for value in defaults if not isinstance(value, type)]
-        for name in sorted({*references.written, *(each.name for each in references.read)} & self._written_in(space)):
+        used = {*references.written, *(ref.name for ref in references.read)}
+        for name in sorted(used & self._written_in(namespace)):
             through = f"a function that uses the global {name!r}, which changes"
             edges = [edge if edge.kind else edge._replace(through=edge.through or through) for edge in edges]
         wrapped = vars(function).get("__wrapped__")
-        held = [part for edge in edges for part in (edge.to, *(made_of(edge.to) or ((),))[0])]
-        if isinstance(wrapped, FunctionType) and not any(wrapped is part for part in held):
+        objects = [part for edge in edges for part in (edge.to, *(decompose(edge.to) or ((),))[0])]
+        if isinstance(wrapped, FunctionType) and not any(wrapped is part for part in objects):
             edges.append(self.edge(wrapped, "its decorator", is_fixed=True))
         return edges
 
-    def _written_in(self, space: dict[str, Any]) -> frozenset[str]:
-        """The global names that functions of a module bind: a copy of its namespace would not see it."""
-        if id(space) not in self._written:
-            classes = [each for each in space.values() if getattr(each, "__module__", "") == space.get("__name__")]
-            held = [each for cls in classes if isinstance(cls, type) for each in own_members(cls).values()]
-            functions = [inspect.unwrap(getattr(each, "__func__", each)) for each in (*space.values(), *held)]
-            own = [each for each in functions if isinstance(each, FunctionType) and each.__globals__ is space]
-            self._written[id(space)] = frozenset(name for each in own for name in references_of(each.__code__).written)
-        return self._written[id(space)]
+    def _written_in(self, namespace: dict[str, Any]) -> frozenset[str]:
+        """Return the global names that functions of a module bind, which a copy of the namespace would not see."""
+        if id(namespace) not in self._written:
+            values = list(namespace.values())
+            for cls in namespace.values():
+                if isinstance(cls, type) and getattr(cls, "__module__", "") == namespace.get("__name__"):
+                    values += own_members(cls).values()
+            functions = [inspect.unwrap(getattr(value, "__func__", value)) for value in values]
+            self._written[id(namespace)] = frozenset(
+                name
+                for function in functions
+                if isinstance(function, FunctionType) and function.__globals__ is namespace
+                for name in references_of(function.__code__).written
+            )
+        return self._written[id(namespace)]
 
-    def _read(self, value: Any, reference: Reference) -> list[Edge]:
-        """What a function does with what a global name is bound to."""
-        name, place, attributes = reference.name, reference.name, list(reference.attributes)
+    def _read(self, value: Any, ref: Reference) -> list[Edge]:
+        """Return the edges for a global name that is bound to a value."""
+        name, place, attributes = ref.name, ref.name, list(ref.attributes)
         while isinstance(value, ModuleType) and attributes:
             place = f"{place}.{attributes[0]}"
             value = vars(value).get(attributes.pop(0))
@@ -214,55 +350,55 @@ class Graph:
             return [Edge(value, name, hit=hit)]
         if isinstance(value, type) and issubclass(value, nn.Module):
             if attributes:
-                return self._otherwise(inspect.getattr_static(value, attributes[0], None), f"{place}.{attributes[0]}")
-            return [Edge(value, kind=BUILDS)] if reference.is_called and not reference.attributes else []
+                return self._indirect(inspect.getattr_static(value, attributes[0], None), f"{place}.{attributes[0]}")
+            return [Edge(value, kind=BUILDS)] if ref.is_called and not ref.attributes else []
         if place != name:
-            return self._otherwise(value, place)
+            return self._indirect(value, place)
         if (shared := _shared(name, value)) or _is_registry(value):
-            return [Edge(each, name, hit=self.hit_of(each), kind=SHARED) for each in shared]
+            return [Edge(function, name, hit=self.hit_of(function), kind=SHARED) for function in shared]
         return [self.edge(value, name, name)]
 
-    def _imported(self, space: dict[str, Any], level: int, module: str, name: str) -> list[Edge]:
+    def _imported(self, namespace: dict[str, Any], level: int, module: str, name: str) -> list[Edge]:
         with contextlib.suppress(ImportError):
-            full = importlib.util.resolve_name("." * level + (module or ""), space.get("__package__") or "")
+            full = importlib.util.resolve_name("." * level + (module or ""), namespace.get("__package__") or "")
             if full in sys.modules and is_followed_module(full):
-                return self._otherwise(vars(sys.modules[full]).get(name), f"an import of {full} where it runs")
+                return self._indirect(vars(sys.modules[full]).get(name), f"an import of {full} where it runs")
         return []
 
-    def _otherwise(self, value: Any, place: str) -> list[Edge]:
-        """A value that isn't reached by a global name: one of a library is named by its module and name alone."""
-        if any(value is each for each in self.rules.named.values() if each is not None):
+    def _indirect(self, value: Any, place: str) -> list[Edge]:
+        """Return the edge to an object that isn't found by a global name; one of a library needs a `module:name`."""
+        if any(value is function for function in self.rules.named.values() if function is not None):
             return [Edge(value, "", place, self.rules.hit("", value))]
-        is_followed_one = is_followed_module(getattr(value, "__module__", None) or "")
-        return [self.edge(value, place, is_fixed=True)] if is_followed_one else []
+        is_of_model = is_followed_module(getattr(value, "__module__", None) or "")
+        return [self.edge(value, place, is_fixed=True)] if is_of_model else []
 
 
-def made_of(value: Any) -> tuple[tuple[Any, ...], Callable[..., Any]] | None:
-    """The functions that an object is made of, and what makes one like it of others; None if nothing does."""
+def decompose(value: Any) -> tuple[tuple[Any, ...], Callable[..., Any]] | None:
+    """Return the functions that an object wraps, and what makes such an object of others; None if it wraps none."""
     parts: tuple[Any, ...]
-    make: Callable[..., Any]
+    build: Callable[..., Any]
     if isinstance(value, FunctionType | type):
         return None
-    if (function := without_kernel(value)) is not value:  # its copy has none: it isn't the function that one is for
-        parts, make = (function,), lambda each: each
+    if (function := without_kernel(value)) is not value:  # a kernel isn't made for the copy
+        parts, build = (function,), lambda copied: copied
     elif isinstance(value, staticmethod | classmethod):
-        parts, make = (value.__func__,), type(value)
+        parts, build = (value.__func__,), type(value)
     elif isinstance(value, property):
-        parts, make = (value.fget, value.fset, value.fdel), functools.partial(type(value), doc=value.__doc__)
+        parts, build = (value.fget, value.fset, value.fdel), functools.partial(type(value), doc=value.__doc__)
     elif isinstance(value, functools.cached_property):
-        parts, make = (value.func,), type(value)
+        parts, build = (value.func,), type(value)
     elif isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
-        parts, make = (value.__func__,), lambda each: MethodType(each, value.__self__)
+        parts, build = (value.__func__,), lambda copied: MethodType(copied, value.__self__)
     elif hasattr(value, "cache_parameters"):
-        parts, make = (value.__wrapped__,), functools.lru_cache(**value.cache_parameters())
+        parts, build = (value.__wrapped__,), functools.lru_cache(**value.cache_parameters())
     else:
         return None
-    is_made = all(each is None or isinstance(each, FunctionType) or made_of(each) is not None for each in parts)
-    return (parts, make) if is_made else None
+    is_known = all(part is None or isinstance(part, FunctionType) or decompose(part) is not None for part in parts)
+    return (parts, build) if is_known else None
 
 
-def _held_by(value: Any) -> list[Any]:
-    """What an object holds that may hold functions."""
+def _contents(value: Any) -> list[Any]:
+    """Return the objects in an object that may be functions or hold some."""
     if isinstance(value, nn.Module | torch.Tensor):
         return []
     if isinstance(value, type):
@@ -273,36 +409,31 @@ def _held_by(value: Any) -> list[Any]:
         return []  # what `kernels` keeps of a class for `use_kernels=True`, and doesn't call
     if isinstance(value, _CONTAINERS) or is_followed(type(value)):
         return parts_of(value)
-    return [each for each in getattr(value, "__dict__", {}).values() if isinstance(each, FunctionType)]
+    return [part for part in getattr(value, "__dict__", {}).values() if isinstance(part, FunctionType)]
 
 
 def _elements(value: Any) -> Iterable[Any]:
-    """What a plain container holds; nothing of a dict of a kind of its own, which may import a file for each entry."""
+    """Return the elements of a plain container; a subclass of dict may import a file for each entry."""
     return value.values() if type(value) is dict else value if isinstance(value, list | tuple | set) else ()
 
 
 def closure_of(function: FunctionType) -> dict[str, Any]:
-    """The variables of functions around it that it reads, without those that have no value, and the class it is in."""
-    found = {}
+    """Return the closure variables of a function that have a value, without `__class__`."""
+    variables = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            found[name] = cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-    found.pop("__class__", None)
-    return found
+        with contextlib.suppress(ValueError):  # not assigned yet
+            variables[name] = cell.cell_contents
+    variables.pop("__class__", None)
+    return variables
 
 
 def is_followed_module(name: str) -> bool:
-    """Whether the functions of a module are looked into: those of libraries call nothing of a model."""
-    return name.partition(".")[0] not in _OTHERS
+    """Whether functions of a module may call those of a model: those of libraries don't."""
+    return name.partition(".")[0] not in _LIBRARIES
 
 
 def is_followed(cls: type) -> bool:
-    """Whether the functions of a class are code of a model: of a modeling file, or of somebody's own class.
-
-    What all models have of transformers (loading, generation) is not.
-    """
+    """Whether a class is of a modeling file or a user's own, and not what transformers has for all models."""
     name = cls.__module__
     return is_architecture_module(name) or (is_followed_module(name) and not is_modeling_module(name))
 
@@ -312,15 +443,15 @@ def _is_of_all_models(module: str) -> bool:
 
 
 def _is_registry(value: Any) -> bool:
-    """Whether a value is a registry of transformers, of a kind of its own: `ALL_ATTENTION_FUNCTIONS`."""
+    """Whether a value is a registry class's object of transformers, such as `ALL_ATTENTION_FUNCTIONS`."""
     return isinstance(value, Mapping) and type(value) is not dict and _is_of_all_models(type(value).__module__)
 
 
 def _shared(name: str, value: Any) -> list[Any]:
-    """The functions in a table that all models share: transformers has it outside of the files of its models."""
+    """Return the functions of a table outside of modeling files, which all models share."""
     if _is_registry(value):
         return registered(value)
-    functions = [each for each in _elements(value) if isinstance(each, FunctionType)]
+    functions = [element for element in _elements(value) if isinstance(element, FunctionType)]
     modules = list(sys.modules.items()) if functions else []
     homes = (home for home, module in modules if getattr(module, "__dict__", {}).get(name) is value)
     return functions if any(map(_is_of_all_models, homes)) else []

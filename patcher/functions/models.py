@@ -1,4 +1,4 @@
-"""What function mappings do to a model: which of its classes they change, and the change itself."""
+"""Function mappings for one model: which of its classes call replaced functions, and the replacement itself."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from typing import Any
 
 from torch import nn
 
-from patcher.compat.held import attributes
+from patcher.compat.attributes import attributes
 from patcher.compat.modeling_code import chosen_in, is_architecture_module, unrebound
 from patcher.compat.models import named_modules
 from patcher.errors import PatchConstructionError
-from patcher.functions.graph import BUILDS, SHARED, Edge, Node, made_of
+from patcher.functions.graph import BUILDS, SHARED, Edge, Hit, Layers, Node, decompose, references_of
 from patcher.functions.rebinding import Rebinder, lock, rebinders
-from patcher.functions.references import references_of
-from patcher.functions.rules import Hit, Layers, full_name as full_name
+from patcher.spec.like import reference
+
+#: `module:name` of a function, as reports show it.
+full_name = reference
 
 
 @dataclass(frozen=True, eq=False)
 class Functions:
-    """What function mappings do to one model.
+    """The functions that are replaced in one model.
 
     Attributes:
-        replaced: each function that is replaced, with the classes that call it.
-        known: the names of the functions that the modeling code of the model calls.
-        hints: name of a function -> why replacing it has no effect, where that is known.
-        rebinder: what makes the classes and functions that call the replacements.
+        replaced: each replaced function, with the classes that call it.
+        known: the names of all functions that the modeling code of the model calls.
+        hints: name of a function -> why replacing it has no effect, if known.
+        rebinder: makes the classes and functions that call the replacements.
     """
 
     replaced: tuple[Hit, ...] = ()
@@ -50,16 +52,16 @@ _UNDER_A_NAME = (
 
 
 def find_functions(model: nn.Module, layers: Layers) -> Functions:
-    """What function mappings do to a constructed model, or to its skeleton. Nothing is changed.
+    """Find the functions that mappings replace in a constructed model or skeleton, without replacing them.
 
     Raises:
-        PatchConstructionError: a call can't be changed for one model alone.
+        PatchConstructionError: if a function can't be replaced for one model alone.
     """
     return _Search(model, Rebinder(layers)).result()
 
 
 def swap_functions(model: nn.Module, functions: Functions) -> None:
-    """Have a model call the replacements."""
+    """Replace functions in a model, in place."""
     rebinder = functions.rebinder
     if rebinder is None:
         return
@@ -73,7 +75,7 @@ def swap_functions(model: nn.Module, functions: Functions) -> None:
 
 
 def restore_functions(model: nn.Module) -> None:
-    """Have a model call the functions of transformers: the reverse, in place."""
+    """Restore the original functions in a model, in place."""
     for _, module in named_modules(model):
         module.__class__ = unrebound(type(module))
         for name, value in list(attributes(module)):
@@ -83,9 +85,9 @@ def restore_functions(model: nn.Module) -> None:
 def _restored(value: Any) -> Any:
     if isinstance(value, FunctionType):
         return unrebound(value)
-    parts, make = made_of(value) or ((), None)
+    parts, build = decompose(value) or ((), None)
     restored = tuple(map(_restored, parts))
-    return make(*restored) if make is not None and any(map(operator.is_not, restored, parts)) else value
+    return build(*restored) if build is not None and any(map(operator.is_not, restored, parts)) else value
 
 
 class _Search:
@@ -94,12 +96,12 @@ class _Search:
     def __init__(self, model: nn.Module, rebinder: Rebinder) -> None:
         self.model, self.rebinder, self.graph = model, rebinder, rebinder.graph
         self.modules: dict[type[nn.Module], list[nn.Module]] = {}
-        for _, module in named_modules(model):  # by class, also where functions were replaced in a part before
+        for _, module in named_modules(model):  # by class; parts may be patched already
             self.modules.setdefault(unrebound(type(module)), []).append(module)
         self.roots = {cls: rebinder.add(cls) for cls in self.modules}
-        #: id of an original -> what replaces it, and the classes that call it
-        self.found: dict[int, tuple[Hit, dict[str, None]]] = {}
-        #: the originals that are called; of the others, what the configs have chosen instead
+        #: id of an original -> its replacement, and the names of the classes that refer to it
+        self.hits: dict[int, tuple[Hit, dict[str, None]]] = {}
+        #: ids of the originals that are called; id of another -> what the configs choose instead
         self.called: set[int] = set()
         self.chosen: dict[int, tuple[str, str, str]] = {}
 
@@ -111,34 +113,34 @@ class _Search:
                 edges = [self.graph.edge(value, f"its attribute {name!r}") for name, value in attributes(module)]
                 self.graph.add(edges)
                 self._follow(cls, edges, [module])
-        nodes = {cls: list(self.graph.reached(roots, all_of_them=True)) for cls, roots in self.roots.items()}
+        nodes = {cls: list(self.graph.reached(roots, everything=True)) for cls, roots in self.roots.items()}
         for cls, reached in nodes.items():
             self._check_shared(cls, reached)
         for cls, roots in self.roots.items():
             self._check_init(cls, [edge for edge in roots if edge.name == "__init__"])
         unique = {id(node): node for reached in nodes.values() for node in reached}.values()
-        own = [node for node in unique if is_architecture_module(getattr(node.value, "__module__", None) or "")]
-        named = (edge for node in own for edge in node.edges if not edge.kind)
+        modeling = [node for node in unique if is_architecture_module(getattr(node.value, "__module__", None) or "")]
+        edges = [edge for node in modeling for edge in node.edges if not edge.kind]
         return Functions(
             replaced=tuple(
                 replace(hit, callers=tuple(sorted(callers)))
-                for key, (hit, callers) in self.found.items()
+                for key, (hit, callers) in self.hits.items()
                 if key in self.called
             ),
-            known=frozenset(edge.name for edge in named if callable(edge.to) and not isinstance(edge.to, type)) - {""},
-            hints={name: hint for name, hint in self._hints(own) if name},
+            known=frozenset(edge.name for edge in edges if callable(edge.to) and not isinstance(edge.to, type)) - {""},
+            hints={name: hint for name, hint in self._hints(modeling) if name},
             rebinder=self.rebinder,
         )
 
-    def _hints(self, own: Iterable[Node]) -> Iterator[tuple[str, str]]:
-        """Why replacing a function, by its name, has no effect: the later ones are more precise."""
-        shared = (edge for node in own for edge in node.edges if edge.kind == SHARED)
+    def _hints(self, nodes: Iterable[Node]) -> Iterator[tuple[str, str]]:
+        """Yield names of functions and why replacing them has no effect; later ones are more precise."""
+        shared = (edge for node in nodes for edge in node.edges if edge.kind == SHARED)
         for name, table in sorted({(_name(edge.to), edge.name) for edge in shared}):
             instead = "Register a function of your own there, and choose it by its name"
             if table == "ALL_ATTENTION_FUNCTIONS":
                 instead = f"For an attention of this model alone {_IN_PLACE_OF_EAGER}; or {_UNDER_A_NAME}"
             yield name, f": the modeling code looks for it in {table}, which all models share, when it runs. {instead}"
-        for key, (hit, _) in self.found.items():
+        for key, (hit, _) in self.hits.items():
             function, name = inspect.unwrap(hit.original), _name(hit.original)
             if isinstance(function, FunctionType):
                 for reference in references_of(function.__code__).read:
@@ -153,7 +155,7 @@ class _Search:
                 yield name, hint
 
     def _follow(self, cls: type[nn.Module], edges: list[Edge], modules: list[nn.Module]) -> None:
-        """Note what some edges of a class lead to, and raise for what can't be changed."""
+        """Record the replaced functions that edges of a class lead to and those that run, or raise."""
         self._check_edges(edges, cls, cls)
         self.called |= {id(edge.hit.original) for edge in edges if edge.hit is not None}
         for node in self.graph.reached(edges):
@@ -163,34 +165,31 @@ class _Search:
             self.called |= {id(hit.original) for hit in node.hits(runs)}
 
     def _check_running(self, cls: type[nn.Module], running: list[Edge]) -> None:
-        """Raise for modules that are made while others run: nobody sees to what they call."""
-        for node in self.graph.reached(running, all_of_them=True):
-            for made in (edge.to for edge in node.edges if edge.kind == BUILDS and edge.to not in self.roots):
-                for edge in filter(self.graph.changes, self.graph.members(made)):
-                    how = f"through a {made.__name__} that it makes each time it runs"
+        """Raise for modules that are built while others run: their classes aren't replaced."""
+        for node in self.graph.reached(running, everything=True):
+            for built in (edge.to for edge in node.edges if edge.kind == BUILDS and edge.to not in self.roots):
+                for edge in filter(self.graph.changes, self.graph.members(built)):
+                    how = f"through a {built.__name__} that it builds in each call"
                     raise self._refused(edge, cls, node.value, how)
 
     def _check_edges(self, edges: Iterable[Edge], cls: type[nn.Module], where: Any) -> None:
-        """Note what a class calls, itself or in what it calls, and raise for what can't be changed."""
+        """Record the replaced functions that edges lead to, and raise for those that can't be replaced."""
         for edge in filter(self.graph.changes, edges):
             if edge.through:
                 raise self._refused(edge, cls, where, f"through {edge.through}")
             if edge.hit is not None:
-                self.found.setdefault(id(edge.hit.original), (edge.hit, {}))[1][cls.__name__] = None
+                self.hits.setdefault(id(edge.hit.original), (edge.hit, {}))[1][cls.__name__] = None
 
     def _check_shared(self, cls: type[nn.Module], nodes: list[Node]) -> None:
-        """Raise for what is replaced and is called through a table that all models share as well.
-
-        A function of the same name that only such a table leads to is another one, and stays.
-        """
+        """Raise for a replaced function to which a table of all models leads too; one that only a table has stays."""
         for node in nodes:
-            for edge in (each for each in node.edges if each.kind == SHARED):
+            for edge in (edge for edge in node.edges if edge.kind == SHARED):
                 reached = [hit.original for inner in self.graph.reached([edge]) for hit in inner.hits()]
-                if any(id(original) in self.found for original in (edge.to, *reached)):
+                if any(id(original) in self.hits for original in (edge.to, *reached)):
                     raise self._refused(edge, cls, node.value, f"through {edge.name}, which all models share")
 
     def _check_init(self, cls: type[nn.Module], init: list[Edge]) -> None:
-        """Raise for a function that an `__init__` calls: it has run before functions are replaced."""
+        """Raise for a function that an `__init__` calls, which runs before functions are replaced."""
 
         def calls(edge: Edge) -> bool:
             return not edge.is_kept
@@ -202,7 +201,7 @@ class _Search:
             )
 
     def _runs(self, modules: list[nn.Module], edge: Edge) -> bool:
-        """Whether what an edge leads to runs in some modules: not where their configs choose something else."""
+        """Whether the object of an edge runs in any of the modules, whose configs may choose another function."""
         choices = [
             chosen_in(edge.table, getattr(module, "config", None)) for module in modules if edge.table is not None
         ]
@@ -212,14 +211,14 @@ class _Search:
         return False
 
     def _refused(self, edge: Edge, cls: type, where: Any, how: str) -> PatchConstructionError:
-        """The error for a function that something refers to in a way that can't be changed for one model."""
+        """Return the error for a reference that can't be replaced for one model."""
         hits = [hit for node in self.graph.reached([edge]) for hit in node.hits()]
         line = f":{where.__code__.co_firstlineno}" if isinstance(where, FunctionType) else ""
         return self._error(
             cls,
             hits if edge.hit is None else [edge.hit],
-            f"{where.__qualname__} ({where.__module__}{line}) gets at it {how}, not by a plain call of a global name, "
-            "and that would go on calling the original",
+            f"{where.__qualname__} ({where.__module__}{line}) reaches it {how}, not by calling a global name, and "
+            "would go on calling the original",
         )
 
     def _error(self, cls: type, hits: Iterable[Hit], reason: str) -> PatchConstructionError:

@@ -16,24 +16,24 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from patcher.compat.attributes import has_gradient_hooks, is_compiled, share_storage
 from patcher.compat.conversions import (
     has_used_conversions,
     set_used_conversions,
     stock_conversions,
     stock_conversions_from_scratch,
 )
-from patcher.compat.held import has_gradient_hooks, is_compiled, share_storage
 from patcher.compat.models import (
     ORIGINAL,
     LoadStateDictConfig,
     forget_no_split_names,
+    forget_recorded,
     mark_initialized,
     named_modules,
     named_parameters,
     state_tensors,
     stock_class,
 )
-from patcher.compat.recorders import forget_recorded
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction
 from patcher.construction.gates import in_force

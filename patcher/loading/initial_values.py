@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from patcher.compat.held import attributes, tensors_in
+from patcher.compat.attributes import attributes, tensors_in
 from patcher.compat.models import (
     forget_initialized,
     get_device,

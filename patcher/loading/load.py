@@ -23,8 +23,7 @@ from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from patcher.compat.conversions import distributed_checkpoint, is_deepspeed_zero3_enabled
 from patcher.compat.modeling_code import unrebound
-from patcher.compat.models import follow_no_split_names, named_modules, original_class, stock_class
-from patcher.compat.parallel import sizes
+from patcher.compat.models import follow_no_split_names, named_modules, original_class, sizes, stock_class
 from patcher.compat.seams import not_called
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, Placed

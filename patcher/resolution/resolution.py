@@ -18,12 +18,11 @@ from patcher.compat.conversions import stock_conversions
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import DisableTorchFunction, mark_original_class, named_modules, original_class
 from patcher.construction.class_rules import ClassRules, Match
-from patcher.construction.construction import Construction
+from patcher.construction.construction import Construction, rebuilt
 from patcher.construction.gates import building, cover_new_classes
 from patcher.construction.in_force import InForce
 from patcher.construction.lock import construction_lock
 from patcher.construction.meta_init import NoValues
-from patcher.construction.modules_by_path import rebuilt
 from patcher.display.shown import folded
 from patcher.errors import PatchConflictError
 from patcher.functions.models import NO_FUNCTIONS, Functions, find_functions, full_name, swap_functions

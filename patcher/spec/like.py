@@ -1,4 +1,4 @@
-"""`patcher.like(target)`: a key that means every class, or every function, that computes the same as one."""
+"""`patcher.like(target)`: a key that matches every class or function that computes the same as the target."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _REFERENCE = re.compile(rf"(?:{_NAME}(?:\.{_NAME})*:)?{_NAME}(?:\.{_NAME})*")
 
 
 def is_reference(text: Any) -> bool:
-    """Whether it is the name of a class or function, or `module:name`, and none that Python reserves."""
+    """Whether a value is the name of a class or function, or `module:name`, without dunder names."""
     return isinstance(text, str) and _REFERENCE.fullmatch(text) is not None
 
 
 def reference(thing: Any) -> str:
-    """`module:name` of a class or function, whether or not an import finds it there."""
+    """Return `module:name` of a class or function, which needn't be importable."""
     return f"{getattr(thing, '__module__', None)}:{getattr(thing, '__qualname__', repr(thing))}"
 
 
 def imported(what: str, where: str) -> Any:
-    """The class or function that is called `module:name`; `what` is how the error begins if there is none."""
+    """Import `module:name`; an error begins with `what`."""
     try:
         return pkgutil.resolve_name(where)
     except (ImportError, AttributeError, ValueError) as error:
@@ -41,7 +41,7 @@ def imported(what: str, where: str) -> Any:
 
 
 class Like(str):
-    """A key of `class_mapping` or `function_mapping`; made by `patcher.like`. As data it is its text."""
+    """A key of `class_mapping` or `function_mapping`, returned by `patcher.like`. In data it is a plain string."""
 
     __slots__ = ()
 
@@ -54,7 +54,7 @@ class Like(str):
         return self.removeprefix(PREFIX)
 
     def resolve(self) -> Any:
-        """The target itself. Its module is imported."""
+        """Import the target."""
         return imported(repr(self), self.target if ":" in self.target else f"{home_of(self.target)}:{self.target}")
 
     def matches(self, other: type | Callable[..., Any]) -> bool:
@@ -67,7 +67,7 @@ class Like(str):
         return not self.why_not(other)
 
     def why_not(self, other: type | Callable[..., Any]) -> str:
-        """The first difference to the target, "" if there is none.
+        """Return the first difference to the target, "" if there is none.
 
         >>> from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
         >>> like("LlamaRMSNorm").why_not(GemmaRMSNorm)
@@ -77,7 +77,7 @@ class Like(str):
 
 
 def like(target: str | type | Callable[..., Any]) -> Like:
-    """A key of a `class_mapping` or `function_mapping` that means all that computes the same, whatever it is called.
+    """Make a key of a `class_mapping` or `function_mapping` that matches all that computes the same, by any name.
 
     >>> from torch import nn
     >>> from patcher import Patcher, like
@@ -85,18 +85,18 @@ def like(target: str | type | Callable[..., Any]) -> Like:
     >>> Patcher({like("LlamaRMSNorm"): MyNorm})
     Patcher(class_mapping={like('LlamaRMSNorm'): MyNorm})
 
-    Alike are two classes or functions whose code objects do the same, names of classes, functions and locals,
-    docstrings and annotations aside; whose bases are alike; and whose global names mean the same objects, or what is
-    alike by the same rule. Nothing less: another default, another order of casts, a `1 + weight` is another class.
-    What can't be known (code in C, tables that a class has of its own, code that reads its own name) is not alike.
+    Two classes or functions are alike if their code objects are the same except for names of classes, functions and
+    locals, docstrings and annotations; if their bases are alike; and if their global names mean the same objects, or
+    alike ones. Another default, another order of casts, a `1 + weight` makes a difference. What can't be compared
+    (code in C, tables that only one class has, code that reads its own name) isn't alike.
 
-    An exact name and an expression win over it; two of them that mean one class conflict.
+    Exact names and expressions win over it; two such keys that match one class conflict.
 
     Args:
         target: a class or function; its `module:name`; or the name of a class in a modeling file of transformers.
 
     Raises:
-        InvalidPatcherError: the target is neither, or transformers has no class of that name.
+        InvalidPatcherError: if the target is none of these, or transformers has no class of that name.
     """
     target = without_kernel(target)
     name = (target if isinstance(target, str) else reference(target)).removeprefix(PREFIX)
@@ -114,16 +114,16 @@ def like(target: str | type | Callable[..., Any]) -> Like:
 
 
 def likes_of(thing: Any, mapping: Mapping[str, Any]) -> list[Like]:
-    """The keys of a mapping that mean a class or function because it is like their target."""
+    """Return the keys of a mapping whose target a class or function is like."""
     return [key for key in mapping if isinstance(key, Like) and key.matches(thing)]
 
 
 def may_match(keys: Iterable[Like], classes: Iterable[type[nn.Module]]) -> list[type[nn.Module]]:
-    """The classes that one of the keys may match. Every load asks about all that live, so it is quick."""
+    """Preselect the classes that a key may match; fast, as each load calls it with all live classes."""
     return candidates([target for key in keys if isinstance(target := key.resolve(), type)], classes)
 
 
 def find_like(thing: Any, mapping: Mapping[str, Any], alike: Iterable[Like] | None = None) -> Like | None:
-    """The key of a mapping whose target something is like, of all, or of those that are known; two have to agree."""
-    found = likes_of(thing, mapping) if alike is None else [key for key in alike if key in mapping]
-    return agreed(found, mapping, thing.__qualname__, thing.__name__)
+    """Return the key of a mapping that matches, if the keys `alike` that do are known, of these; two have to agree."""
+    keys = likes_of(thing, mapping) if alike is None else [key for key in alike if key in mapping]
+    return agreed(keys, mapping, thing.__qualname__, thing.__name__)

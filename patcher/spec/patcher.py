@@ -1,4 +1,4 @@
-"""The value: what to change in a model. Normalised, validated, combined and compared here; applied elsewhere."""
+"""The value `Patcher`: normalized, validated, combined and compared here, applied elsewhere."""
 
 from __future__ import annotations
 
@@ -59,42 +59,42 @@ class Patcher:
         module_mapping: path -> the class to build in place of the modules there, with the arguments of theirs. Paths
             are those that reports print: `model.layers.{0..3}.mlp`, `*` for one segment, `**` for any number. It wins
             over the class mapping.
-        function_mapping: `module:name`, or the bare name of a function that modeling code calls -> what is called in
-            its place, by this model only.
+        function_mapping: `module:name`, or the bare name of a function that modeling code calls -> the function that
+            this model calls instead.
         fusions: layout families, by name or as objects of `patcher.fusions.Fusion`. With `modules=` an object is
             applied at some paths only: `QKV(modules="model.layers.{0..3}.self_attn")`.
 
     *Conversions of weights*
 
     Args:
-        filtered_weight_conversion_patterns: expressions; a stock conversion in whose source or target patterns one of
-            them is found is dropped.
-        extra_weight_conversions: conversions that are put in front of the remaining ones, in this order.
+        filtered_weight_conversion_patterns: expressions; a stock conversion is dropped if one of them is found in its
+            source or target patterns.
+        extra_weight_conversions: conversions that precede the remaining ones, in this order.
 
-    *Expectations: what a load must do, or raise*
+    *Expectations of a load, which otherwise raises*
 
     Args:
-        new_weights: expressions; parameters of replaced modules that may be missing in the checkpoint, and keep what
-            their `__init__` gave them. Each is found in the name of something that the model has.
-        dropped_weights: expressions; checkpoint tensors under replaced modules that may stay unused. Each is found in
-            a key of the checkpoint, where one in the original layout is read.
+        new_weights: expressions; parameters of replaced modules that may be missing in the checkpoint, and keep the
+            values of their `__init__`. Each has to be found in the name of a parameter of the model.
+        dropped_weights: expressions; checkpoint tensors under replaced modules that may stay unused. Each has to be
+            found in a key, if the checkpoint is in the original layout.
         alternatives: groups of class keys of which a model needs to have only one, such as the names of one class in
-            several architectures. Every key outside of them must match a class, and so must one that is a group by
-            itself.
-        strict: raise when a load doesn't do what the patcher says; otherwise warn.
+            several architectures. Every key outside of them must match a class, and so must the key of a group of
+            one.
+        strict: whether to raise if a load doesn't do what the patcher says, rather than warn.
 
     *Pins, and a name*
 
     Args:
         transformers: a PEP 440 specifier of the releases that it was verified on. Another release warns.
-        fingerprints: name of a class, or of a function (bare, or `module:name`) -> `patcher.fingerprint(it)`, or
-            several, of the code that it was verified on. Other code raises.
+        fingerprints: name of a class, or of a function (bare, or `module:name`) -> `patcher.fingerprint(...)` of the
+            code that it was verified on, or several. Other code raises.
         name: for reports.
 
     Raises:
-        InvalidPatcherError: an argument is invalid; the message says what to write instead.
-        PatchConflictError: two conversions take the same tensors, or two expressions match one pinned class and have
-            different replacements.
+        InvalidPatcherError: if an argument is invalid; the message says what to write instead.
+        PatchConflictError: if two conversions take the same tensors, or two expressions match one pinned class and
+            have different replacements.
     """
 
     class_mapping: Mapping[str, type[nn.Module]]
@@ -132,18 +132,18 @@ class Patcher:
         for name in unknown:
             hint = did_you_mean(name, FIELDS, f"it has {', '.join(FIELDS)}.")
             raise InvalidPatcherError(f"a Patcher has no parameter {cut(name)!r}; {hint}")
-        given = locals()
-        vars(self).update({name: checked(name, given[name]) for name, (checked, _) in FIELDS.items()})
+        arguments = locals()
+        vars(self).update({name: check(name, arguments[name]) for name, (check, _) in FIELDS.items()})
         vars(self)["alternatives"] = groups_of(self.class_mapping, self.alternatives)
-        for name in self.fingerprints:  # names of classes that there are: two expressions must not both match one
+        for name in self.fingerprints:  # classes that exist: a conflict of expressions is known here
             find_key(name, self.class_mapping)
         key = tuple(map(_comparable, vars(self).values()))
-        # At once: a cache that is filled later takes a lock, which a fork may inherit.
+        # Not lazily: a cache would take a lock, which a fork may inherit.
         vars(self).update(_key=key, _hash=hash(key))
 
     @property
     def extra_weight_conversions(self) -> tuple[WeightTransform, ...]:
-        """Copies: a transform that somebody runs collects tensors, and this value must not."""
+        """Copies, as a transform collects tensors while it runs."""
         return tuple(map(copy_transform, vars(self)["extra_weight_conversions"]))
 
     def __eq__(self, other: object) -> bool:
@@ -163,41 +163,41 @@ class Patcher:
     __copy__ = __deepcopy__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Through the constructor: hashes of names differ between processes, and read-only mappings aren't picklable.
-        given: dict[str, Any] = self._given()
-        given |= {key: dict(value) for key, value in given.items() if isinstance(value, Mapping)}
-        return functools.partial(Patcher, **given), ()
+        # By the constructor: hashes of strings differ between processes, and read-only mappings aren't picklable.
+        arguments = self._arguments()
+        arguments |= {key: dict(value) for key, value in arguments.items() if isinstance(value, Mapping)}
+        return functools.partial(Patcher, **arguments), ()
 
-    def _given(self) -> dict[str, Any]:
-        """The arguments that aren't the default."""
+    def _arguments(self) -> dict[str, Any]:
+        """Return the arguments that aren't the default."""
         values = ((name, getattr(self, name), parameter.default) for name, parameter in _PARAMETERS.items())
         return {name: value for name, value, default in values if value != default}
 
     def __repr__(self) -> str:
-        return f"Patcher({', '.join(f'{name}={_argument_repr(value)}' for name, value in self._given().items())})"
+        return f"Patcher({', '.join(f'{name}={_argument_repr(value)}' for name, value in self._arguments().items())})"
 
     def _repr_html_(self) -> str:
-        """What Jupyter shows: a row for each argument, or for each of its items; pins are folded."""
-        given = self._given()
-        pins = [(key, ", ".join(value)) for key, value in given.pop("fingerprints", {}).items()]
+        """Render a row for each argument, or for each of its items, with pins folded."""
+        arguments = self._arguments()
+        pins = [(key, ", ".join(value)) for key, value in arguments.pop("fingerprints", {}).items()]
         rows: list[tuple[str, ...]] = []
-        for name, value in given.items():
-            several = value if isinstance(value, tuple) else (value,)
-            items = value.items() if isinstance(value, Mapping) else [("", each) for each in several]
+        for name, value in arguments.items():
+            values = value if isinstance(value, tuple) else (value,)
+            items = value.items() if isinstance(value, Mapping) else [("", item) for item in values]
             rows += [(name, key, _item_repr(item)) for key, item in items]
         parts = [Table("", ("", "", "is"), rows), Table("Pinned code", ("class", "fingerprint"), pins, is_long=True)]
         return page.rendered(f"Patcher: {self.name}".removesuffix(": "), None, parts)
 
     def replace(self, **changes: Any) -> Patcher:
-        """A copy with other values for some of the parameters.
+        """Return a copy with other values for some of the parameters.
 
         >>> Patcher(fusions="qkv", name="mine").replace(fusions=("qkv", "gate_up"))
         Patcher(fusions=['qkv', 'gate_up'], name='mine')
         """
-        return Patcher(**{**self._given(), **changes})
+        return Patcher(**{**self._arguments(), **changes})
 
     def __or__(self, other: Patcher) -> Patcher:
-        """Both patchers in one.
+        """Combine two patchers.
 
         >>> Patcher(fusions="qkv", transformers=">=5.17") | Patcher(fusions="gate_up", transformers="<6")
         Patcher(fusions=['qkv', 'gate_up'], transformers='<6,>=5.17')
@@ -205,18 +205,18 @@ class Patcher:
         Two expressions with different replacements that match one class raise when that class is built.
 
         Raises:
-            PatchConflictError: they replace one class by different classes, or convert the same tensors.
+            PatchConflictError: if they replace one class by different classes, or convert the same tensors.
         """
         if not isinstance(other, Patcher):
             return NotImplemented
         joined = {name: join(name, getattr(self, name), getattr(other, name)) for name, (_, join) in FIELDS.items()}
-        # What one requires a group of the other doesn't excuse.
-        groups = [required_groups(each.class_mapping, each.alternatives) for each in (self, other)]
-        return Patcher(**joined | {"alternatives": [*groups[0], *groups[1]]})
+        # A key that one requires stays required if the other has it in a group.
+        groups = (required_groups(patcher.class_mapping, patcher.alternatives) for patcher in (self, other))
+        return Patcher(**joined | {"alternatives": [group for side in groups for group in side]})
 
     @classmethod
     def from_fusion_config(cls, config: Mapping[str, Any]) -> Patcher:
-        """A patcher from the mapping that `fusion_config=` of transformers takes.
+        """Make a patcher from the mapping that `fusion_config=` of transformers takes.
 
         >>> Patcher.from_fusion_config({"qkv": True, "gate_up": False})
         Patcher(fusions=['qkv'])
@@ -225,7 +225,7 @@ class Patcher:
             config: name of a family -> True, False, or a mapping of the family's options.
 
         Raises:
-            InvalidPatcherError: a name or an option that there isn't.
+            InvalidPatcherError: if a name or an option doesn't exist.
         """
         if not isinstance(config, Mapping):
             raise InvalidPatcherError(
@@ -235,30 +235,30 @@ class Patcher:
         return cls(fusions=[fusion for name, value in config.items() for fusion in fusions_configured(name, value)])
 
     def to_dict(self) -> dict[str, Any]:
-        """The patcher as data for JSON: names, expressions and numbers, no code.
+        """Return the patcher as data for JSON: names, expressions and numbers, no code.
 
         >>> Patcher(fusions="qkv", strict=False).to_dict()
         {'schema': 1, 'fusions': ['qkv'], 'strict': False}
 
-        Classes and functions are written as `module:qualname`. What has no name is refused: a class that can't be
+        Classes and functions are written as `module:qualname`. What has no name raises: a class that can't be
         imported, a fusion of your own, or a conversion, which a class may carry instead.
         """
-        return data_of.to_dict(self._given())
+        return data_of.to_dict(self._arguments())
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], allowed: data_of.Allowed = ()) -> Patcher:
-        """The patcher that `to_dict` has written, from data that anyone may have written.
+        """Make a patcher from the data of `to_dict`, which needn't be trusted.
 
         >>> Patcher.from_dict({"schema": 1, "fusions": ["qkv"]})
         Patcher(fusions=['qkv'])
 
         Args:
-            data: what `json.load` gives.
+            data: as `json.load` returns it.
             allowed: the classes and functions that it may use, themselves or as `module:qualname`. Nothing else is
                 imported.
 
         Raises:
-            InvalidPatcherError: a schema, key, name or type that isn't known, or a class that isn't allowed.
+            InvalidPatcherError: if a schema, key, name or type is unknown, or a class isn't allowed.
         """
         return cls(**data_of.arguments_of(data, allowed))
 
@@ -274,7 +274,7 @@ class Patcher:
 
     @classmethod
     def load(cls, folder_or_repo: str | os.PathLike[str], allowed: data_of.Allowed = (), **places: Any) -> Patcher:
-        """The patcher that `save` has written into a folder, or `push_to_hub` into a repo on the hub.
+        """Load the patcher that `save` has written to a folder, or `push_to_hub` to a repo on the hub.
 
         >>> import tempfile
         >>> from torch.nn import Identity
@@ -286,24 +286,24 @@ class Patcher:
         Args:
             folder_or_repo: a folder, or the name of a repo.
             allowed: as in `from_dict`: nothing else is imported.
-            places: where in the hub, as `hf_hub_download` takes it: `revision`, `token`, `subfolder`, `cache_dir`, ...
+            places: options of `hf_hub_download`: `revision`, `token`, `subfolder`, `cache_dir`, ...
 
         Raises:
-            InvalidPatcherError: there is no such file, or as in `from_dict`.
+            InvalidPatcherError: if there is no such file, or as in `from_dict`.
         """
         return cls.from_dict(data_of.read(folder_or_repo, places), allowed)
 
     def push_to_hub(
         self, repo_id: str, *, token: str | bool | None = None, private: bool | None = None, **options: Any
     ) -> str:
-        """Put the patcher into a repo on the hub, as `patcher.json`: `patcher.push_to_hub("me/my-patcher")`.
+        """Upload the patcher to a repo on the hub, as `patcher.json`: `patcher.push_to_hub("me/my-patcher")`.
 
-        The repo is made if there is none. `options` are those of `HfApi.upload_file`: `revision`, `commit_message`.
+        The repo is created if needed. `options` are those of `HfApi.upload_file`: `revision`, `commit_message`.
 
         Returns:
-            The address of the commit.
+            The URL of the commit.
         """
-        text = json.dumps(self.to_dict(), indent=2).encode()  # before anything is sent
+        text = json.dumps(self.to_dict(), indent=2).encode()  # before a repo is created
         api = HfApi(token=token)
         repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         return str(api.upload_file(path_or_fileobj=text, path_in_repo=data_of.FILE_NAME, repo_id=repo, **options))
@@ -327,7 +327,7 @@ class Patcher:
         return applied(self)
 
     def apply(self, model: Model) -> Model:
-        """A copy of a model in memory, patched by this patcher alone.
+        """Return a copy of a model in memory, patched by this patcher alone.
 
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=96)
@@ -337,26 +337,26 @@ class Patcher:
         >>> Patcher().apply(patched).model.layers[0].mlp.gate_proj.weight.shape
         torch.Size([96, 64])
 
-        What the model holds beyond its config stays: hooks, `requires_grad`, ties, edited buffers and attributes,
-        added layers. What a module that is replaced would lose is refused, by name.
+        What the model has beyond its config is kept: hooks, `requires_grad`, ties, edited buffers and attributes,
+        added layers. What a replaced module would lose raises, by name.
 
-        The given model stays as it is. Where nothing is converted parameters share storage, until one model writes to
-        them in place, as an optimizer does. Of a model that goes on training by itself, give `copy.deepcopy(model)`.
+        The model itself isn't changed. Parameters that aren't converted share their storage with it, so an in-place
+        update of one changes both: if the model goes on training, pass `copy.deepcopy(model)`.
 
         Raises:
-            InvalidPatcherError: the model can't be copied, as one that is quantized, offloaded or split over
-                processes; or it holds something that would be lost.
-            PatchedWeightsError: a weight can't be restored, or is missing for the replacement.
-            UnmatchedPatchError: something of the patcher matches nothing.
+            InvalidPatcherError: if the model can't be copied, as it is quantized, offloaded or split over processes,
+                or has something that would be lost.
+            PatchedWeightsError: if a weight can't be restored, or is missing for the replacement.
+            UnmatchedPatchError: if something of the patcher matches nothing.
         """
         from patcher.integrations import install
         from patcher.loading.applying import apply
 
         install()
-        return cast("Model", apply(self, model))  # of another class, where that of the model itself is replaced
+        return cast("Model", apply(self, model))  # of another class if the model itself is replaced
 
     def resolve(self, model_class: type[PreTrainedModel], config: PretrainedConfig) -> Resolution:
-        """What this patcher does to a model, module by module, without building it for real.
+        """Resolve what this patcher does to a model, module by module, on meta.
 
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=96)
@@ -364,20 +364,20 @@ class Patcher:
         ['model.layers.0.mlp', 'model.layers.1.mlp']
 
         Raises:
-            PatchConflictError: two fusions claim one module, or a fusion claims a replaced one.
-            PatchConstructionError: a replacement can't be built.
+            PatchConflictError: if two fusions claim one module, or a fusion claims a replaced one.
+            PatchConstructionError: if a replacement can't be built.
         """
         from patcher.resolution.resolution import resolve
 
         return resolve(self, model_class, config)
 
 
-_PARAMETERS = {name: each for name, each in inspect.signature(Patcher).parameters.items() if name in FIELDS}
+_PARAMETERS = {name: value for name, value in inspect.signature(Patcher).parameters.items() if name in FIELDS}
 Patcher.__signature__ = inspect.Signature([*_PARAMETERS.values()])  # type: ignore[attr-defined]
 
 
 def _comparable(value: Any) -> Any:
-    """What decides whether two patchers have the same value of a parameter."""
+    """Return a hashable value that is equal for equal arguments."""
     if isinstance(value, Mapping):
         return frozenset(value.items())
     is_transforms = isinstance(value, tuple) and value and isinstance(value[0], WeightTransform)
@@ -395,5 +395,5 @@ def _item_repr(item: Any) -> str:
         return item.__qualname__
     if not isinstance(item, WeightTransform):
         return repr(item)
-    given = [source_patterns(item), target_patterns(item), list(getattr(item, "operations", ()))]
-    return f"{type(item).__name__}({', '.join(repr(each) for each in given if each)})"
+    arguments = [source_patterns(item), target_patterns(item), list(getattr(item, "operations", ()))]
+    return f"{type(item).__name__}({', '.join(map(repr, filter(None, arguments)))})"

@@ -1,11 +1,11 @@
-"""A patcher as data and as a file: `to_dict`, `from_dict`, `save`, `load`. Names travel, code never does.
+"""A patcher as data and as a file: `to_dict`, `from_dict`, `save`, `load`. Data has names, never code.
 
 ```json
 {"schema": 1, "fusions": ["qkv"], "new_weights": ["adapter"]}
 ```
 
-What is read may come from anyone. So it must be JSON of limited size, and nothing in it is ever looked up by what it
-says: fusions come from a table, classes from an allow-list. All else the constructor of `Patcher` judges.
+Data is untrusted: it must be JSON of limited size, fusions come from a table and classes from an allow-list, and the
+constructor of `Patcher` checks the rest.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from patcher.spec.like import imported, is_reference, reference
 from patcher.spec.validation import MAPPINGS
 
 FILE_NAME = "patcher.json"
-#: What the text of such a value begins with.
+#: The prefix of `ForwardOf` values.
 FORWARD_OF = "forward_of:"
-#: Raised by one when a dict that is written now would be misread by the release before.
+#: Incremented when data of this release would be misread by the previous one.
 SCHEMA = 1
-#: Longer data, in characters, and larger files, in bytes, aren't those of a patcher.
-_LONGEST = 1_000_000
+#: The limit of data in characters.
+_MAX_LENGTH = 1_000_000
 _NO_CONVERSIONS = (
     "can't be written as data. Put it into the `conversion_mapping` of the class that needs it, which has a name, or "
     "pickle the patcher."
 )
-#: What may be imported.
+#: Classes and functions that may be used or imported.
 Allowed = str | Callable[..., Any] | Iterable[str | Callable[..., Any]]
 
 
 def to_dict(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The data of a patcher, of its arguments without those that are the default."""
+    """Return the data of a patcher with some arguments, the others being the defaults."""
     return {"schema": SCHEMA} | {name: _data(name, value) for name, value in arguments.items()}
 
 
@@ -64,22 +64,22 @@ def _data(field: str, value: Any) -> Any:
 
 
 def _reference(field: str, thing: Any) -> str:
-    """`module:name` of a class or function that another process finds there."""
-    where = reference(thing)
+    """Return `module:name` of a class or function that another process can import."""
+    name = reference(thing)
     with suppress(InvalidPatcherError):
-        if not where.startswith("__main__:") and imported(field, where) is thing:
-            return where
+        if not name.startswith("__main__:") and imported(field, name) is thing:
+            return name
     raise InvalidPatcherError(
-        f"{field}: {where} can't be written as data, because an import doesn't find it there: it was made in a "
+        f"{field}: {name} can't be written as data, because an import doesn't find it there: it was made in a "
         "notebook, a script or a function, or its name means something else by now. Put it into a module of its own, "
         "or pickle the patcher."
     )
 
 
 def _fusion_data(field: str, fusion: Fusion) -> dict[str, Any]:
-    with suppress(InvalidPatcherError, TypeError, ValueError):  # its attributes aren't options, or aren't data
+    with suppress(InvalidPatcherError, TypeError, ValueError):  # attributes that aren't options, or aren't data
         data: dict[str, Any] = json.loads(json.dumps({"name": fusion.name, "options": vars(fusion)}))
-        if _fusion(field, data) == fusion:
+        if _fusion_from(field, data) == fusion:
             return data
     raise InvalidPatcherError(
         f"{field}: {fusion!r} can't be written as data, it isn't a family that has a name ({', '.join(FAMILIES)}). "
@@ -88,50 +88,50 @@ def _fusion_data(field: str, fusion: Fusion) -> dict[str, Any]:
 
 
 def arguments_of(data: Any, allowed: Allowed = ()) -> dict[str, Any]:
-    """The arguments of the patcher that `to_dict` has written, from data that anyone may have written."""
+    """Return the arguments of the patcher with this data."""
     what = "the data of a patcher"
     try:
-        text = json.dumps(data)  # also a copy, of the types that JSON has
-        if len(text) > _LONGEST:
+        text = json.dumps(data)  # makes a copy, with types of JSON only
+        if len(text) > _MAX_LENGTH:
             raise ValueError(f"it has {len(text):,} characters")
-        given = json.loads(text)
-        if not isinstance(given, dict):
-            raise TypeError(f"it is {reprlib.repr(given)}")
+        arguments = json.loads(text)
+        if not isinstance(arguments, dict):
+            raise TypeError(f"it is {reprlib.repr(arguments)}")
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidPatcherError(
-            f"{what}: expected an object of JSON of at most {_LONGEST:,} characters: {str(error)[:200]}."
+            f"{what}: expected an object of JSON of at most {_MAX_LENGTH:,} characters: {str(error)[:200]}."
         ) from error
-    schema = given.pop("schema", None)
+    schema = arguments.pop("schema", None)
     if type(schema) is not int or schema != SCHEMA:
         raise InvalidPatcherError(
             f"{what}: this release reads schema {SCHEMA}, found {reprlib.repr(schema)}; "
             "write it with Patcher.to_dict(), or install the release of patcher that wrote it."
         )
-    if "extra_weight_conversions" in given:
+    if "extra_weight_conversions" in arguments:
         raise InvalidPatcherError(f"{what}: a conversion {_NO_CONVERSIONS}")
     permitted = _permitted(allowed)
     for field in MAPPINGS:
-        if isinstance(mapping := given.get(field), dict):
-            given[field] = {key: _value(f"{field}[{reprlib.repr(key)}]", mapping[key], permitted) for key in mapping}
-    if isinstance(given.get("fusions"), list):
-        given["fusions"] = [_fusion("fusions", each) if isinstance(each, dict) else each for each in given["fusions"]]
-    return given
+        if isinstance(values := arguments.get(field), dict):
+            arguments[field] = {key: _value(f"{field}[{reprlib.repr(key)}]", values[key], permitted) for key in values}
+    if isinstance(fusions := arguments.get("fusions"), list):
+        arguments["fusions"] = [_fusion_from("fusions", fusion) for fusion in fusions]
+    return arguments
 
 
 def _value(field: str, value: Any, permitted: Mapping[str, Any]) -> Any:
-    where = str(value).removeprefix(FORWARD_OF)
-    if where not in permitted:
+    name = str(value).removeprefix(FORWARD_OF)
+    if name not in permitted:
         raise InvalidPatcherError(
-            f"{field}: {reprlib.repr(where)} is not on the list of what may be imported "
+            f"{field}: {reprlib.repr(name)} is not on the list of what may be imported "
             f"({', '.join(permitted) or 'it is empty'}). If you trust that code, write "
-            f"Patcher.from_dict(data, allowed=[{reprlib.repr(where)}])."
+            f"Patcher.from_dict(data, allowed=[{reprlib.repr(name)}])."
         )
-    found = permitted[where] or imported(field, where)
-    return found if where == value else forward_of(found)
+    thing = permitted[name] or imported(field, name)
+    return thing if name == value else forward_of(thing)
 
 
 def _permitted(allowed: Any) -> dict[str, Any]:
-    """What may be imported, and the classes and functions that needn't be."""
+    """Return name -> the class or function itself, or None for one that may be imported."""
     permitted: dict[str, Any] = {}
     for item in allowed if isinstance(allowed, Iterable) and not isinstance(allowed, str) else [allowed]:
         if isinstance(item, str) and ":" in item and is_reference(item):
@@ -146,7 +146,9 @@ def _permitted(allowed: Any) -> dict[str, Any]:
     return permitted
 
 
-def _fusion(field: str, data: Mapping[str, Any]) -> str | Fusion:
+def _fusion_from(field: str, data: Any) -> Any:
+    if not isinstance(data, dict):
+        return data
     options = data.get("options", {})
     if data.keys() - {"name", "options"} or not isinstance(options, dict):
         raise InvalidPatcherError(
@@ -156,7 +158,7 @@ def _fusion(field: str, data: Mapping[str, Any]) -> str | Fusion:
 
 
 def write(data: Mapping[str, Any], folder: str | os.PathLike[str]) -> Path:
-    """Write the data of a patcher into a folder, which is made if there is none."""
+    """Write data into a folder, which is created if needed."""
     path = Path(folder, FILE_NAME)
     if path.parent.is_file():
         raise InvalidPatcherError(f"{path.parent} is a file; a patcher is saved in a folder, as {FILE_NAME}.")
@@ -166,20 +168,20 @@ def write(data: Mapping[str, Any], folder: str | os.PathLike[str]) -> Path:
 
 
 def read(folder_or_repo: str | os.PathLike[str], places: Mapping[str, Any]) -> Any:
-    """The data in the file of a folder, or of a repo on the hub, where `places` is what `hf_hub_download` takes."""
+    """Read the data of a folder, or of a repo on the hub with options of `hf_hub_download`."""
     path = Path(folder_or_repo, FILE_NAME)
     if not path.parent.is_dir():
         try:
             path = Path(hf_hub_download(os.fspath(folder_or_repo), FILE_NAME, **places))
-        except (OSError, ValueError, RuntimeError) as error:  # of the hub: not found, no access, no network, no name
+        except (OSError, ValueError, RuntimeError) as error:  # not found, no access, no network
             raise InvalidPatcherError(
                 f"{os.fspath(folder_or_repo)!r} is not a folder, and no {FILE_NAME} of such a repo on the hub can be "
                 f"fetched ({type(error).__name__}: {' '.join(str(error).split())[:300]}). Write the path of a folder "
                 "in which Patcher.save has put one."
             ) from error
     try:
-        if path.stat().st_size > 10 * _LONGEST:  # a character takes up to six, and there are spaces
-            raise ValueError(f"it has more than {10 * _LONGEST:,} bytes")
+        if path.stat().st_size > 10 * _MAX_LENGTH:  # up to six bytes per character, and indentation
+            raise ValueError(f"it has more than {10 * _MAX_LENGTH:,} bytes")
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidPatcherError(

@@ -1,4 +1,4 @@
-"""The parameters of `Patcher`, each declared once: how it is checked, and what `|` makes of two values."""
+"""The parameters of `Patcher`: how each is checked and normalized, and how `|` combines two values."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ Groups = tuple[tuple[str, ...], ...]
 
 
 def _typed(kind: type) -> Callable[[str, Any], Any]:
-    def checked(field: str, value: Any) -> Any:
+    def check(field: str, value: Any) -> Any:
         if not isinstance(value, kind):
             raise InvalidPatcherError(f"{field} must be a {kind.__name__}, found {value!r} ({type(value).__name__}).")
         return value
 
-    return checked
+    return check
 
 
-def _mapping(example: str, checked_item: Callable[[str, Any, Any], Any]) -> Callable[[str, Any], Any]:
-    """The check of a mapping, of which `checked_item` gives what is kept for a key and its value."""
+def _mapping(example: str, check_item: Callable[[str, Any, Any], Any]) -> Callable[[str, Any], Any]:
+    """Return the check of a mapping, whose items `check_item` checks and normalizes."""
 
-    def checked(field: str, given: Any) -> Mapping[str, Any]:
-        if not isinstance(given, Mapping):
+    def check(field: str, value: Any) -> Mapping[str, Any]:
+        if not isinstance(value, Mapping):
             raise InvalidPatcherError(
-                f"{field} must be a mapping, found {given!r} ({type(given).__name__}); write for instance "
+                f"{field} must be a mapping, found {value!r} ({type(value).__name__}); write for instance "
                 f"Patcher({field}={{{example}}})."
             )
-        # Data has only texts.
-        mapping = {like(key) if str(key).startswith(PREFIX) else key: value for key, value in given.items()}
-        return MappingProxyType({key: checked_item(field, key, value) for key, value in mapping.items()})
+        # In data a `Like` is a string.
+        mapping = {like(key) if str(key).startswith(PREFIX) else key: item for key, item in value.items()}
+        return MappingProxyType({key: check_item(field, key, item) for key, item in mapping.items()})
 
-    return checked
+    return check
 
 
-def _of_class(field: str, key: Any, cls: Any) -> Any:
+def _class_item(field: str, key: Any, cls: Any) -> Any:
     if not isinstance(key, str) or not key:
         raise InvalidPatcherError(
             f"{field}: a key is the name of a class, an expression, or like(...), found {key!r}; "
@@ -60,7 +60,7 @@ def _of_class(field: str, key: Any, cls: Any) -> Any:
     return _replacement(f"{field}[{key!r}]", cls)
 
 
-def _of_path(field: str, key: Any, cls: Any) -> Any:
+def _path_item(field: str, key: Any, cls: Any) -> Any:
     if check_path(field, key) == ROOT:
         raise InvalidPatcherError(
             f"{field}: {key!r} is the model itself; give its class in class_mapping={{...}}, by its name."
@@ -68,7 +68,7 @@ def _of_path(field: str, key: Any, cls: Any) -> Any:
     return _replacement(f"{field}[{key!r}]", cls)
 
 
-def _of_function(field: str, key: Any, function: Any) -> Any:
+def _function_item(field: str, key: Any, function: Any) -> Any:
     if not isinstance(key, Like) and not (is_reference(key) and "." not in key.rpartition(":")[2]):
         raise InvalidPatcherError(
             f"{field}: a key is the name of a function, or module:name, found {key!r}; write for instance "
@@ -83,15 +83,15 @@ def _of_function(field: str, key: Any, function: Any) -> Any:
     return function
 
 
-def _of_pin(field: str, key: Any, value: Any) -> tuple[str, ...]:
-    listed = _listed(f"{field}[{key!r}]", value, str, "a fingerprint", "write a text")
-    if not isinstance(key, str) or not all(listed or [""]):
+def _fingerprint_item(field: str, key: Any, value: Any) -> tuple[str, ...]:
+    fingerprints = _as_list(f"{field}[{key!r}]", value, str, "a fingerprint", "write a text")
+    if not isinstance(key, str) or not all(fingerprints or [""]):
         raise InvalidPatcherError(f"{field}[{key!r}] must be a text or several, found {value!r}.")
-    return tuple(sorted(set(listed)))
+    return tuple(sorted(set(fingerprints)))
 
 
 def _replacement(what: str, cls: Any) -> Any:
-    """What can be built in place of a module, and whose own conversions are some."""
+    """Return a replacement class, if it and its own conversions are valid."""
     if isinstance(cls, ForwardOf):
         return cls
     if not isinstance(cls, type):
@@ -109,44 +109,46 @@ def _replacement(what: str, cls: Any) -> Any:
     return cls
 
 
-def _listed(field: str, values: Any, kind: Any, what: str, instead: str) -> list[Any]:
-    """Several values of a kind; one of them may be given alone."""
+def _as_list(field: str, values: Any, kind: Any, what: str, instead: str) -> list[Any]:
+    """Return values of a kind, or one such value, as a list."""
     if isinstance(values, kind):
         return [values]
     if not _is_list(values):
         raise InvalidPatcherError(
             f"{field} takes {what} or a list of them, found {values!r} ({type(values).__name__})."
         )
-    listed = list(values)
-    for value in (each for each in listed if not isinstance(each, kind)):
-        raise InvalidPatcherError(f"{field}: {value!r} ({type(value).__name__}) isn't {what}; {instead}.")
-    return listed
+    result = list(values)
+    for value in result:
+        if not isinstance(value, kind):
+            raise InvalidPatcherError(f"{field}: {value!r} ({type(value).__name__}) isn't {what}; {instead}.")
+    return result
 
 
 def _expressions(field: str, values: Any) -> tuple[str, ...]:
-    listed = _listed(field, values, str, "an expression", "write a string")
-    check_number(field, listed)
-    for value in listed:
-        if not value:
+    expressions = _as_list(field, values, str, "an expression", "write a string")
+    check_number(field, expressions)
+    for expression in expressions:
+        if not expression:
             raise InvalidPatcherError(f"{field}: the empty expression is found everywhere; name what is meant.")
-        checked_expression(f"{field}: {value!r}", value)
-    return tuple(dict.fromkeys(listed))
+        checked_expression(f"{field}: {expression!r}", expression)
+    return tuple(dict.fromkeys(expressions))
 
 
 def _conversions(field: str, values: Any) -> tuple[WeightTransform, ...]:
     instead = "write a WeightConverter or a WeightRenaming of transformers.core_model_loading"
-    taken: dict[tuple[Any, ...], WeightTransform] = {}
+    by_source: dict[tuple[Any, ...], WeightTransform] = {}
     result: dict[Any, WeightTransform] = {}
-    for value in _listed(field, values, WeightTransform, "a weight transform", instead):
-        checked_expression(f"{field}: {describe(value)}", value.compiled_sources.pattern)
-        for pattern in source_patterns(value):
-            other = taken.setdefault((value.scope_prefix, value.base_model_prefix, pattern), value)
-            if other is not value and identity(other) != identity(value):
+    for transform in _as_list(field, values, WeightTransform, "a weight transform", instead):
+        checked_expression(f"{field}: {describe(transform)}", transform.compiled_sources.pattern)
+        for pattern in source_patterns(transform):
+            source = (transform.scope_prefix, transform.base_model_prefix, pattern)
+            other = by_source.setdefault(source, transform)
+            if other is not transform and identity(other) != identity(transform):
                 raise PatchConflictError(
                     f"Two {field} take the same tensors, {pattern!r}: {describe(other)} and "
-                    f"{describe(value)}. Only one can; take one away."
+                    f"{describe(transform)}. Only one can; take one away."
                 )
-        result.setdefault(identity(value), copy_transform(value))
+        result.setdefault(identity(transform), copy_transform(transform))
     return tuple(result.values())
 
 
@@ -156,19 +158,19 @@ def _fusions(field: str, values: Any) -> tuple[str | Fusion, ...]:
             f"{field} takes no mapping, found {values!r}; write Patcher.from_fusion_config({values!r})."
         )
     instead = "write a name, or an object of a Fusion subclass"
-    return tuple(dict.fromkeys(map(name_or_fusion, _listed(field, values, str | Fusion | type, "a fusion", instead))))
+    return tuple(dict.fromkeys(map(name_or_fusion, _as_list(field, values, str | Fusion | type, "a fusion", instead))))
 
 
 def _groups(field: str, values: Any) -> Groups:
     groups: list[Any] = list(values) if _is_list(values) else [values]
-    groups = [list(each) if _is_list(each) else [None] for each in groups]
-    if not all(isinstance(key, str) for each in groups for key in each):
+    groups = [list(group) if _is_list(group) else [None] for group in groups]
+    if not all(isinstance(key, str) for group in groups for key in group):
         raise InvalidPatcherError(
             f"{field} takes groups of class keys, found {values!r}; write {field}=[['LlamaMLP', ...]]."
         )
     if [] in groups:
         raise InvalidPatcherError(f"{field}: a group without class keys matches no model; take it out.")
-    return tuple(sorted({tuple(sorted(set(each))) for each in groups}))
+    return tuple(sorted({tuple(sorted(set(group))) for group in groups}))
 
 
 def _is_list(values: Any) -> bool:
@@ -185,67 +187,68 @@ def _specifier(field: str, value: Any) -> str:
 
 
 def _both(field: str, one: Any, other: Any) -> Any:
-    return (*one, *other)  # the constructor drops what is there twice
+    return (*one, *other)  # the constructor removes duplicates
 
 
-def _united(field: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    for key in (key for key in one if other.get(key, one[key]) is not one[key]):
-        names = (getattr(each[key], "__qualname__", repr(each[key])) for each in (one, other))
-        raise PatchConflictError(
-            f"Both patchers replace {key!r}, by {' and by '.join(names)}. "
-            f"Combine after taking one away: patcher.replace({field}={{...}})."
-        )
+def _merged(field: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    for key in one:
+        if key in other and other[key] is not one[key]:
+            names = (getattr(value, "__qualname__", repr(value)) for value in (one[key], other[key]))
+            raise PatchConflictError(
+                f"Both patchers replace {key!r}, by {' and by '.join(names)}. "
+                f"Combine after taking one away: patcher.replace({field}={{...}})."
+            )
     return {**one, **other}
 
 
-def _all_pins(field: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def _merged_fingerprints(field: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     return {key: (*one.get(key, ()), *other.get(key, ())) for key in {**one, **other}}
 
 
-#: parameter -> what checks it, and makes of it what is kept; what makes one of two, for `|`
+#: parameter -> (its check, which returns the normalized value; how `|` combines two values)
 FIELDS: dict[str, tuple[Callable[[str, Any], Any], Callable[[str, Any, Any], Any]]] = {
-    "class_mapping": (_mapping('"LlamaMLP": MyMLP', _of_class), _united),
+    "class_mapping": (_mapping('"LlamaMLP": MyMLP', _class_item), _merged),
     "filtered_weight_conversion_patterns": (_expressions, _both),
     "extra_weight_conversions": (_conversions, _both),
-    "module_mapping": (_mapping('"model.layers.{0..3}.mlp": MyMLP', _of_path), _united),
-    "function_mapping": (_mapping('"apply_rotary_pos_emb": my_rotary', _of_function), _united),
+    "module_mapping": (_mapping('"model.layers.{0..3}.mlp": MyMLP', _path_item), _merged),
+    "function_mapping": (_mapping('"apply_rotary_pos_emb": my_rotary', _function_item), _merged),
     "fusions": (_fusions, _both),
     "new_weights": (_expressions, _both),
     "dropped_weights": (_expressions, _both),
     "strict": (_typed(bool), lambda _, one, other: one or other),
     "name": (_typed(str), lambda _, *names: " | ".join(dict.fromkeys(filter(None, names)))),
     "transformers": (_specifier, lambda _, one, other: str(SpecifierSet(one) & SpecifierSet(other))),
-    "fingerprints": (_mapping('"LlamaMLP": fingerprint(LlamaMLP)', _of_pin), _all_pins),
+    "fingerprints": (_mapping('"LlamaMLP": fingerprint(LlamaMLP)', _fingerprint_item), _merged_fingerprints),
     "alternatives": (_groups, _both),
 }
-#: Those that map what is replaced to what takes its place.
+#: Those with replacements.
 MODULE_MAPPINGS = ("class_mapping", "module_mapping")
 MAPPINGS = (*MODULE_MAPPINGS, "function_mapping")
 
 
 def groups_of(mapping: Mapping[str, Any], groups: Groups) -> Groups:
-    """Groups of the class keys of a mapping, without those of one key that say nothing.
+    """Check groups of class keys, and drop redundant groups of one key.
 
-    A key in no group is required: one that is a group by itself says more only beside others that have it.
+    A key without a group is required anyway, so a group of one matters only if another group has the key too.
     """
     check_number("class_mapping", list(filter(is_expression, mapping)))
     for key in (key for group in groups for key in group if key not in mapping):
         hint = did_you_mean(key, mapping, f"it has {', '.join(map(repr, mapping)) or 'none'}.")
         raise InvalidPatcherError(f"alternatives: {key!r} isn't a key of the class_mapping; {hint}")
-    return tuple(group for group in groups if len(group) > 1 or sum(group[0] in each for each in groups) > 1)
+    return tuple(group for group in groups if len(group) > 1 or sum(group[0] in other for other in groups) > 1)
 
 
 def required_groups(mapping: Mapping[str, Any], groups: Groups) -> Groups:
-    """The class keys that a model must have: of each group one."""
+    """Return groups of all class keys; a model must have one key of each."""
     grouped = {key for group in groups for key in group}
     return (*groups, *((key,) for key in mapping if key not in grouped))
 
 
 def not_a_patcher(call: str, value: Any) -> InvalidPatcherError:
-    """What a function raises that takes a Patcher and was given something else; it is called so, with `{}` for it."""
+    """Return the error for an argument that isn't a Patcher; `call` is the call with `{}` for that argument."""
     function = call.partition("(")[0].partition("{")[0]
     instead = call.format('Patcher({"LlamaMLP": MyMLP}, fusions=["qkv"])')
-    if isinstance(value, tuple | list) and value and all(hasattr(each, "class_mapping") for each in value):
+    if isinstance(value, tuple | list) and value and all(hasattr(item, "class_mapping") for item in value):
         instead = f"{call.format('patchers[0]')}, or {call.format('patchers[0] | patchers[1]')}"
     return InvalidPatcherError(
         f"{function} takes a patcher.Patcher, found {reprlib.repr(value)} ({type(value).__name__}); write for "

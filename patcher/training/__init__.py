@@ -1,1 +1,1 @@
-"""Training a patched model: which parameters fusions have joined, and the state of optimizers in either layout."""
+"""Training a patched model: the parts of fused parameters, and optimizer state in either layout."""

@@ -1,7 +1,7 @@
-"""The state of an optimizer in the layout of transformers: of a patched model, and into the optimizer of one.
+"""Optimizer state in the layout of transformers: saved from a patched model's optimizer, and loaded into one.
 
-What an optimizer has of each parameter is a record, by name. Those of the parameters that a layout joins become one
-where they are the same, but for tensors of the shapes of the parameters, which are joined as the parameters are.
+The state of each parameter and the options of its group are a record, by parameter name. A layout that joins
+parameters joins their records: tensors as the parameters, all else has to be equal.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from patcher.loading.state_dicts import carriers_in, patched_models
 from patcher.patterns import compress, inside
 from patcher.resolution.resolution import skeleton
 
-#: Each value is moved by its own gradient and state, and by numbers that are the same for the whole parameter.
+#: Optimizers that update a value from its own gradient and state, and from scalars of the whole parameter.
 _NAMES = "Adadelta Adagrad Adam Adamax AdamW ASGD NAdam RAdam RMSprop Rprop SGD".split()
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = tuple(getattr(optim, name) for name in _NAMES)
-#: What `torch.compile` and wrappers call the module that they are around, as `torch.distributed.checkpoint` knows it.
-_AROUND = ("_orig_mod", "_checkpoint_wrapped_module")
-#: Where fusions stay as they are.
+#: Names of wrapped modules, which `torch.distributed.checkpoint` removes too.
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 _SAME = "With the same patcher as before use optimizer.state_dict() and optimizer.load_state_dict(state)"
 _ADVICE = (
     "Parts of one parameter are trained together: put them into one group, or load the model without the fusion or "
@@ -40,14 +39,14 @@ _ADVICE = (
 
 
 class Record(NamedTuple):
-    """What an optimizer has of a parameter: the options of its group, which all of the group share, and its state."""
+    """The options of a parameter's group, one object per group, and the parameter's state."""
 
     options: dict[str, Any]
     state: Mapping[str, Any]
 
 
 def original_optimizer_state_dict(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
-    """The state that an optimizer would have beside the model of transformers, by the names of its parameters.
+    """Return the state that the optimizer would have for the stock model, by the names of its parameters.
 
     >>> from transformers import AutoModelForCausalLM, LlamaConfig
     >>> from patcher import Patcher, load_original_optimizer_state_dict, load_original_state_dict
@@ -61,7 +60,7 @@ def original_optimizer_state_dict(model: nn.Module, optimizer: optim.Optimizer) 
     >>> [name for name in saved[1]["state"] if "self_attn" in name][:2]
     ['model.layers.0.self_attn.q_proj.weight', 'model.layers.0.self_attn.k_proj.weight']
 
-    The run goes on with other fusions, or without:
+    Resume with other fusions, or with none:
 
     >>> model = AutoModelForCausalLM.from_config(config)
     >>> optimizer = torch.optim.AdamW(model.parameters())
@@ -69,30 +68,28 @@ def original_optimizer_state_dict(model: nn.Module, optimizer: optim.Optimizer) 
     <All keys matched successfully>
     >>> load_original_optimizer_state_dict(model, optimizer, saved[1])
 
-    It has the form that `get_optimizer_state_dict` of `torch.distributed.checkpoint.state_dict` has for the stock
-    model. Unlike that it makes no step where none has been made. As in `optimizer.state_dict()` tensors may be the
-    optimizer's. What is sharded over processes is gathered: each process has to call this.
+    The form is that of torch's `get_optimizer_state_dict` for the stock model, but no step is made if none has been
+    yet. Tensors may be the optimizer's own. Collective for sharded parameters: each process has to call it.
 
     Args:
-        model: any module, also one around a patched model, as `DistributedDataParallel` is.
-        optimizer: of its parameters, or of some of them. What fusions and conversions have made has to be trained
-            value by value, as Adam, SGD and their like do.
+        model: any module, also a wrapper of a patched model such as `DistributedDataParallel`.
+        optimizer: of all or some of its parameters. It must update fused and converted parameters elementwise, as
+            Adam and SGD do.
 
     Raises:
-        InvalidPatcherError: the optimizer isn't known to do so, or a conversion or a layout to only move
-            values: those of transformers' operations that do, and of this package's fusions, are.
-        PatchedWeightsError: parts of an original parameter are trained differently.
+        InvalidPatcherError: if it isn't known to do so, or a layout isn't known to only move values; layouts of this
+            package's fusions are, and conversions by those operations of transformers that do.
+        PatchedWeightsError: if parts of an original parameter are trained differently.
     """
     run = _Run(model, optimizer)
     groups = [_options(group) for group in run.optimizer.param_groups]
     records = {
         name: Record(options, run.optimizer.state.get(parameter, {}))
-        for options, members in zip(groups, run.groups, strict=True)
-        for name, parameter in members.items()
+        for options, parameters in zip(groups, run.groups, strict=True)
+        for name, parameter in parameters.items()
     }
-    records = _converted(records, run.layouts, "the optimizer", is_fused=True)
-    order = {name: place for place, name in enumerate(run.in_transformers(records))}
-    names = sorted(records, key=lambda name: order.get(name, len(order)))
+    _convert(records, run.layouts, "the optimizer", is_fused=True)
+    names = [name for name in dict.fromkeys([*run.stock_names(records), *records]) if name in records]
     packed = []
     for options, group in zip(groups, run.optimizer.param_groups, strict=True):
         members = [name for name in names if records[name].options is options]
@@ -102,7 +99,7 @@ def original_optimizer_state_dict(model: nn.Module, optimizer: optim.Optimizer) 
 
 
 def load_original_optimizer_state_dict(model: nn.Module, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a state in the layout of transformers: the inverse of `original_optimizer_state_dict`.
+    """Load optimizer state in the layout of transformers: the inverse of `original_optimizer_state_dict`.
 
     >>> from transformers import AutoModelForCausalLM, LlamaConfig
     >>> from patcher import Patcher, load_original_optimizer_state_dict
@@ -116,82 +113,75 @@ def load_original_optimizer_state_dict(model: nn.Module, optimizer: optim.Optimi
     >>> optimizer.state[fused.model.layers[0].self_attn.qkv_proj.weight]["exp_avg"].shape
     torch.Size([192, 64])
 
-    Options of the groups are taken from the state, as `torch.optim.Optimizer.load_state_dict` does; here groups are
-    matched by the parameters that they hold. All is checked before anything is loaded.
+    Groups take the options that the state has for their parameters. Everything is checked before it is loaded.
 
     Args:
         model: as in `original_optimizer_state_dict`, with any fusions or none.
         optimizer: as there.
-        state: what that has given, or `get_optimizer_state_dict` for a stock model.
+        state: the result of that, or of `get_optimizer_state_dict` for a stock model.
 
     Raises:
         InvalidPatcherError: as in `original_optimizer_state_dict`.
-        PatchedWeightsError: the state is of other parameters or groups, or parts of one parameter were trained
-            differently, so that they can't be joined.
+        PatchedWeightsError: if parameters or groups don't match, or parts of one parameter were trained differently.
     """
     run = _Run(model, optimizer)
-    given = state.get("param_groups") or ()
-    members = [name for group in given for name in group["params"]]
-    if not ("state" in state and given and all(isinstance(name, str) for name in (*members, *state["state"]))):
+    saved_groups = state.get("param_groups") or ()
+    names = [*state.get("state", ()), *(name for group in saved_groups for name in group["params"])]
+    if not ("state" in state and saved_groups and all(isinstance(name, str) for name in names)):
         raise PatchedWeightsError(
             "The state doesn't list the names of parameters, as that of original_optimizer_state_dict(model, "
             f"optimizer) does. What optimizer.state_dict() gives has none. {_SAME}."
         )
-    states = {run.first.get(name, name): value for name, value in state["state"].items()}
-    records: dict[str, Record] = {}
-    for group in given:
-        options = _options(group)
-        names = [run.first.get(name, name) for name in group["params"]]
-        records |= {name: Record(options, states.get(name) or {}) for name in names}
+    states = {run.canonical.get(name, name): value for name, value in state["state"].items()}
+    groups = [(_options(group), [run.canonical.get(name, name) for name in group["params"]]) for group in saved_groups]
+    records = {name: Record(options, states.get(name) or {}) for options, members in groups for name in members}
     stock = {name: layout.stock for layout in run.layouts for name in layout.fused}
     parameters = {name: parameter for group in run.groups for name, parameter in group.items()}
-    wanted = {part for name in parameters for part in stock.get(name, (name,))}
-    if wanted != {*records, *states}:
-        found = ({*records, *states} - wanted, wanted - {*records, *states})
-        unknown, missing = (_listed(sorted(names)) or "none" for names in found)
+    expected = {part for name in parameters for part in stock.get(name, (name,))}
+    if expected != {*records, *states}:
+        differences = ({*records, *states} - expected, expected - {*records, *states})
+        unexpected, missing = (_listed(sorted(names)) or "none" for names in differences)
         raise PatchedWeightsError(
-            f"The state is of other parameters than the optimizer, in the layout of transformers: {missing} are the "
-            f"optimizer's alone, {unknown} the state's alone. Make the optimizer of the parameters that were trained; "
-            "where only some of those were that one parameter is made of now, load the model without the fusion or "
-            "conversion that joins them."
+            "The state and the optimizer have different parameters in the layout of transformers: only in the "
+            f"optimizer: {missing}; only in the state: {unexpected}. Make the optimizer of the parameters that were "
+            "trained; if only some parts of a fused parameter were, load the model without the fusion or conversion "
+            "that joins them."
         )
-    records = _converted(records, run.layouts, "the state", is_fused=False)
-    place = {name: number for number, name in enumerate(parameters)}
-    groups = []
-    for number, (own, group) in enumerate(zip(run.groups, run.optimizer.param_groups, strict=True)):
-        first, *others = own or ("",)
+    _convert(records, run.layouts, "the state", is_fused=False)
+    indices = {name: index for index, name in enumerate(parameters)}
+    loaded_groups = []
+    for number, (members, group) in enumerate(zip(run.groups, run.optimizer.param_groups, strict=True)):
+        first, *others = members or ("",)
         for name in others:
             if difference := _difference(records[first].options, records[name].options):
                 raise PatchedWeightsError(
                     f"Group {number} of the optimizer holds {first} and {name}, of groups of the state that differ: "
                     f"{difference}. Make the groups of the optimizer as they were."
                 )
-        options = records[first].options if own else _options(group)
-        groups.append({**options, "params": [place[name] for name in own]})
+        options = records[first].options if members else _options(group)
+        loaded_groups.append({**options, "params": [indices[name] for name in members]})
     values = {
-        place[name]: {key: _like(value, parameters[name]) for key, value in record.state.items()}
+        indices[name]: {key: _like(value, parameters[name]) for key, value in record.state.items()}
         for name, record in records.items()
         if record.state
     }
-    run.optimizer.load_state_dict({"state": values, "param_groups": groups})
+    run.optimizer.load_state_dict({"state": values, "param_groups": loaded_groups})
 
 
 class _Run:
-    """An optimizer, and its parameters by their names in the model without those of wrappers.
+    """An unwrapped model and optimizer, and the names of its parameters.
 
     Attributes:
-        optimizer: itself, without what accelerate has around it.
-        groups: for each of its groups name -> parameter.
-        first: each name in the model -> the first of the same parameter.
-        layouts: how those of its parameters are made that are made of others.
+        groups: for each group of the optimizer name -> parameter.
+        canonical: each name of a parameter in the model -> its first name, for tied parameters.
+        layouts: the layouts of those of the optimizer's parameters that transformers doesn't have.
     """
 
     def __init__(self, model: nn.Module, optimizer: optim.Optimizer) -> None:
-        """Find the names."""
         if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
             raise InvalidPatcherError(
-                "FullyShardedDataParallel makes flat pieces of parameters, of which the state of an original can't "
-                "be told. Use torch.distributed.fsdp.fully_shard in its place."
+                "FullyShardedDataParallel flattens parameters, so the state of an original one can't be separated. "
+                "Use torch.distributed.fsdp.fully_shard instead."
             )
         while isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
@@ -199,59 +189,58 @@ class _Run:
             (model,) = model.children()
         reshard_modules(model)
         self.model, self.optimizer = model, optimizer
-        own: dict[int, str] = {}
-        self.first = {
-            name: own.setdefault(id(parameter), name)
-            for name, parameter in ((_bare(path), parameter) for path, parameter in named_parameters(model))
+        names: dict[int, str] = {}
+        self.canonical = {
+            name: names.setdefault(id(parameter), name)
+            for name, parameter in ((_unwrapped(path), parameter) for path, parameter in named_parameters(model))
         }
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if strange := [tuple(parameter.shape) for parameter in parameters if id(parameter) not in own]:
+        if foreign := [tuple(parameter.shape) for parameter in parameters if id(parameter) not in names]:
             raise PatchedWeightsError(
-                f"{len(strange)} of the {len(parameters)} parameters of the optimizer aren't in the model, the first "
-                f"of them {strange[0]}. Make the optimizer of model.parameters(), after whatever changes the model."
+                f"{len(foreign)} of the {len(parameters)} parameters of the optimizer aren't in the model, the first "
+                f"of them {foreign[0]}. Make the optimizer of model.parameters(), after whatever changes the model."
             )
-        self.groups = [{own[id(each)]: each for each in group["params"]} for group in optimizer.param_groups]
-        self._made = [layout.named(_bare) for each in carriers_in(model) for layout in each.all]
-        names = {name for group in self.groups for name in group}
-        self.layouts = [layout for layout in self._made if not names.isdisjoint(layout.fused)]
+        self.groups = [{names[id(param)]: param for param in group["params"]} for group in optimizer.param_groups]
+        self._all_layouts = [layout.named(_unwrapped) for carrier in carriers_in(model) for layout in carrier.all]
+        trained = {name for group in self.groups for name in group}
+        self.layouts = [layout for layout in self._all_layouts if not trained.isdisjoint(layout.fused)]
         for layout in self.layouts:
-            if type(layout) is Rows and len(layout.stock) == 1:
-                continue  # renamed, whatever the optimizer does
             moves = type(layout) in (Rows, Cut, Flatten, Matrices)
-            if not (moves or (isinstance(layout, Converted) and only_moves(layout.transform))):
-                reason = f"{layout} isn't known to only move values"
-            elif type(optimizer) not in ELEMENTWISE:  # a subclass may step otherwise
-                reason = f"{type(optimizer).__name__} isn't known to treat each value by itself, as AdamW and SGD do"
-            else:
+            moves = moves or (isinstance(layout, Converted) and only_moves(layout.transform))
+            is_renamed = type(layout) is Rows and len(layout.stock) == 1
+            if is_renamed or (moves and type(optimizer) in ELEMENTWISE):  # a subclass of AdamW may step otherwise
                 continue
+            reason = f"{layout} isn't known to only move values"
+            if moves:
+                reason = f"{type(optimizer).__name__} isn't known to treat each value by itself, as AdamW and SGD do"
             raise InvalidPatcherError(
-                f"{reason}, so its state for {_listed(layout.fused)} isn't that for {_listed(layout.stock)}. {_SAME}."
+                f"{reason}, so its state can't be converted between {_listed(layout.fused)} and "
+                f"{_listed(layout.stock)}. {_SAME}."
             )
 
-    def in_transformers(self, found: Iterable[str]) -> list[str]:
-        """The names of the parameters of transformers, in order; those of the optimizer are to be among them."""
-        known = self.first.keys() - {name for layout in self._made for name in layout.fused}
-        known |= {name for layout in self._made for name in layout.stock}
+    def stock_names(self, trained: Iterable[str]) -> list[str]:
+        """Return the parameter names of the stock model in order; check that they include the trained ones."""
+        known = self.canonical.keys() - {name for layout in self._all_layouts for name in layout.fused}
+        known |= {name for layout in self._all_layouts for name in layout.stock}
         result: list[str] = []
         for path, part, record in patched_models(self.model):
-            prefix = inside(_bare(path))
+            prefix = inside(_unwrapped(path))
             stock = [f"{prefix}{name}" for name, _ in named_parameters(skeleton(record.model_class, part.config))]
             result += stock
-            own = known.intersection(found) - {*stock, *(f"{prefix}{name}" for name in record.new_weights)}
-            for owner in (f"{prefix}{inside(item.path)}" for item in record.modules):
-                strange = sorted(name for name in own if name.startswith(owner))
-                absent = sorted(name for name in {*stock} - known if name.startswith(owner))
-                if strange and absent:
+            new = known.intersection(trained) - {*stock, *(f"{prefix}{name}" for name in record.new_weights)}
+            for owner in (f"{prefix}{inside(module.path)}" for module in record.modules):
+                unknown = sorted(name for name in new if name.startswith(owner))
+                missing = sorted(name for name in {*stock} - known if name.startswith(owner))
+                if unknown and missing:
                     raise InvalidPatcherError(
-                        f"{_listed(strange)} of the model correspond to {_listed(absent)} of transformers, and no "
-                        f"conversion of the patcher tells how. {_SAME}."
+                        f"{_listed(unknown)} of the model correspond to {_listed(missing)} of transformers, and the "
+                        f"patcher has no conversion between them. {_SAME}."
                     )
         return result
 
 
-def _bare(name: str) -> str:
-    """The name of a parameter or module without those of wrappers, as `torch.distributed.checkpoint` has it."""
-    return ".".join(segment for segment in name.split(".") if segment not in _AROUND)
+def _unwrapped(name: str) -> str:
+    return ".".join(segment for segment in name.split(".") if segment not in _WRAPPED)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,70 +248,57 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _converted(
-    records: dict[str, Record], layouts: Iterable[Layout], where: str, *, is_fused: bool
-) -> dict[str, Record]:
-    """Records by the names and shapes of the other layout: with those of parts in the place of what is fused, if they
-    are of that, or the reverse.
-
-    Args:
-        where: what they are of, for errors.
-    """
-    result = {
-        name: Record(each.options, {key: full_tensor(value) for key, value in each.state.items()})
-        for name, each in records.items()
-    }
+def _convert(records: dict[str, Record], layouts: Iterable[Layout], owner: str, *, is_fused: bool) -> None:
+    """Replace records of fused parameters by those of their parts, or the reverse; errors name their `owner`."""
+    for name, record in records.items():
+        records[name] = Record(record.options, {key: full_tensor(value) for key, value in record.state.items()})
     for layout in layouts:
         sources, targets = (layout.fused, layout.stock) if is_fused else (layout.stock, layout.fused)
         convert, shapes = (layout.separate, layout.fused_shapes()) if is_fused else (layout.fuse, layout.stock_shapes)
-        made = f"{_listed(targets)} {'is' if len(targets) == 1 else 'are'} made of"
-        if absent := [name for name in sources if name not in result]:
+        relation = f"{_listed(targets)} {'is' if len(targets) == 1 else 'are'} made of"
+        if missing := [name for name in sources if name not in records]:
             raise PatchedWeightsError(
-                f"{made} {_listed(sources)}, and of these {where} lacks {_listed(absent)}. {_ADVICE}."
+                f"{relation} {_listed(sources)}, and of these {owner} lacks {_listed(missing)}. {_ADVICE}."
             )
-        first, *others = parts = [result.pop(name) for name in sources]
+        first, *others = parts = [records.pop(name) for name in sources]
         for name, part in zip(sources[1:], others, strict=True):
-            if difference := _difference(*({**each.options, **each.state} for each in (first, part))):
+            if difference := _difference({**first.options, **first.state}, {**part.options, **part.state}):
                 raise PatchedWeightsError(
-                    f"{made} {sources[0]} and {name}, and in {where} these differ: {difference}. {_ADVICE}."
+                    f"{relation} {sources[0]} and {name}, and in {owner} these differ: {difference}. {_ADVICE}."
                 )
         states: list[dict[str, Any]] = [{} for _ in targets]
         for key, value in first.state.items():
             if isinstance(value, torch.Tensor) and value.dim():
-                values = [part.state[key] for part in parts]
-                if (found := [tuple(each.shape) for each in values]) != [*map(tuple, shapes)]:
-                    there, expected = (" and ".join(map(str, each)) for each in (found, map(tuple, shapes)))
-                    raise PatchedWeightsError(
-                        f"{key} of {_listed(sources)} is {there} in {where}, and the shape of what it is for is "
-                        f"{expected}."
-                    )
-                values = [by_itself(each.contiguous()) for each in convert(values)]
+                tensors = [part.state[key] for part in parts]
+                for name, tensor, shape in zip(sources, tensors, shapes, strict=True):
+                    if tensor.shape != torch.Size(shape):
+                        actual, expected = tuple(tensor.shape), tuple(shape)
+                        raise PatchedWeightsError(
+                            f"{key} of {name} is {actual} in {owner}, and the parameter is {expected}."
+                        )
+                values = [by_itself(tensor.contiguous()) for tensor in convert(tensors)]
             else:
                 values = [copy.deepcopy(value) for _ in targets]  # a step is counted in place
-            for state, each in zip(states, values, strict=True):
-                state[key] = each
-        result |= {name: Record(first.options, state) for name, state in zip(targets, states, strict=True)}
-    return result
+            for state, converted in zip(states, values, strict=True):
+                state[key] = converted
+        records |= {name: Record(first.options, state) for name, state in zip(targets, states, strict=True)}
 
 
 def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """What differs in the options or the numbers of two parameters, "" if nothing does."""
-    pairs = {key: [_said(each.get(key, "missing")) for each in (one, other)] for key in {**one, **other}}
+    """Describe how the options or scalars of two parameters differ, "" if they don't."""
+
+    def text(value: Any) -> str:
+        is_tensor = isinstance(value, torch.Tensor)
+        return "a tensor" if is_tensor and value.dim() else str(value.item() if is_tensor else value)
+
+    pairs = {key: [text(values.get(key, "missing")) for values in (one, other)] for key in {**one, **other}}
     return "; ".join(f"{key} is {first} and {second}" for key, (first, second) in pairs.items() if first != second)
 
 
-def _said(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return "a tensor" if value.dim() else str(value.item())
-    return str(value)
-
-
 def _like(value: Any, parameter: nn.Parameter) -> Any:
-    """A value that is the optimizer's own, and sharded as its parameter is."""
-    if not isinstance(value, torch.Tensor):
-        return copy.deepcopy(value)
-    own = value.detach().clone()
-    return distribute_like(own, parameter) if value.shape == parameter.shape else own
+    """Return a copy, sharded as the parameter is."""
+    copied = value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    return distribute_like(copied, parameter) if getattr(value, "shape", None) == parameter.shape else copied
 
 
 def _listed(names: Iterable[str]) -> str:

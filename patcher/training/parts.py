@@ -1,4 +1,4 @@
-"""Which original parameters lie where in the parameters of a patched model."""
+"""Where the original parameters are in the parameters of a patched model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from patcher.loading.state_dicts import carriers_in
 
 @dataclass(frozen=True)
 class Part:
-    """One original parameter, as a slice of the parameter that holds it.
+    """One original parameter as a slice of a fused one.
 
     Attributes:
-        name: the parameter that transformers has.
-        dim: the dimension of the slice.
-        start: where it begins.
-        length: how long it is.
+        name: the parameter of the stock model.
+        dim, start, length: the arguments of `torch.Tensor.narrow`.
     """
 
     name: str
@@ -31,7 +29,7 @@ class Part:
 
 
 def fused_parameters(model: nn.Module) -> dict[str, tuple[Part, ...]]:
-    """What the parameters that are made of others are made of, in order.
+    """Return the parts of each fused parameter, in order.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from patcher import Patcher, fused_parameters
@@ -48,32 +46,31 @@ def fused_parameters(model: nn.Module) -> dict[str, tuple[Part, ...]]:
     >>> parameters["model.layers.0.mlp.gate_up_proj.weight"].narrow(part.dim, part.start, part.length).shape
     torch.Size([96, 64])
 
-    For optimizers that treat a matrix as a whole, as Muon does (`examples/muon.py`), or a rate for each part.
-
-    A parameter that is all of one original, under another name or in another shape (a flattened kernel), has that as
-    its one part. One that holds a piece of an original only, as each expert of a stack does, joins nothing: it isn't
-    listed.
+    Useful for optimizers that treat a matrix as a whole, as Muon does (`examples/muon.py`), and for learning rates of
+    parts. A renamed or reshaped parameter (a flattened kernel) has its original as the one part. A parameter that
+    holds a piece of an original, as an expert of a stack does, isn't listed.
 
     Args:
-        model: any module, also one around a patched model, as `DistributedDataParallel` is, or a layer of one.
+        model: any module, also a wrapper of a patched model such as `DistributedDataParallel`, or a layer of one.
 
     Returns:
-        The name of each such parameter, as in `model.named_parameters()`, and its parts, named as if what is inside
-        of the model were that of transformers.
+        Name of the fused parameter, as in `model.named_parameters()` -> its parts, by their names in transformers.
 
     Raises:
-        InvalidPatcherError: parameters are joined otherwise than one behind the other: by a conversion, or for
-            processes of tensor parallelism.
+        InvalidPatcherError: if a part isn't one slice, because of a conversion or of tensor parallelism.
     """
-    known = [name for name, _ in model.named_parameters()]
-    layouts = [layout for each in carriers_in(model) for layout in each.all if not {*known}.isdisjoint(layout.fused)]
-    # Of one parameter that became several each holds a piece only.
-    found = {each.fused[0]: _parts(each) for each in layouts if not len(each.stock) == 1 < len(each.fused)}
-    return {name: found[name] for name in known if name in found}
+    names = [name for name, _ in model.named_parameters()]
+    parts = {
+        layout.fused[0]: _parts(layout)
+        for carrier in carriers_in(model)
+        for layout in carrier.all
+        if not (len(layout.stock) == 1 < len(layout.fused) or {*names}.isdisjoint(layout.fused))
+    }
+    return {name: parts[name] for name in names if name in parts}
 
 
 def _parts(layout: Layout) -> tuple[Part, ...]:
-    """The parts of the parameter that a layout makes."""
+    """Return the parts of a layout's fused parameter."""
     joined, shapes = ", ".join(layout.stock), layout.stock_shapes
     if lies_in_blocks(layout):
         raise InvalidPatcherError(
@@ -93,4 +90,4 @@ def _parts(layout: Layout) -> tuple[Part, ...]:
         )
     lengths = [shape[dim] for shape in shapes]
     starts = accumulate(lengths, initial=0)
-    return tuple(Part(name, dim, *place) for name, *place in zip(layout.stock, starts, lengths, strict=False))
+    return tuple(Part(name, dim, *span) for name, *span in zip(layout.stock, starts, lengths, strict=False))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from patcher.compat.held import TORCH_ATTRIBUTES
+from patcher.compat.attributes import TORCH_ATTRIBUTES
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import GradientCheckpointingLayer
 from patcher.errors import InvalidPatcherError, did_you_mean

@@ -208,7 +208,7 @@ def test_a_parameter_that_transformers_has_renamed(llama: Path, monkeypatch: pyt
     monkeypatch.setattr(LlamaMLP, "forward", renaming(LlamaMLP.forward))
     said = (
         r"OfOlderReleases.forward has a parameter 'states', which is called 'x' in LlamaMLP.forward of transformers "
-        rf"{re.escape(transformers.__version__)}, so what is given would be ignored\. Call it 'x'"
+        rf"{re.escape(transformers.__version__)}, so that argument would be ignored\. Call it 'x'"
     )
     for load in (
         lambda: LlamaForCausalLM.from_pretrained(llama, patcher=Patcher({"LlamaMLP": OfOlderReleases}, strict=False)),

@@ -438,6 +438,6 @@ class Registered(OwnMLP, metaclass=Registering):
 
 @pytest.mark.parametrize("replacement", [Counted, Registered])
 def test_a_replacement_that_makes_its_objects_itself_is_refused(replacement: Any, llama: Path) -> None:
-    said = rf"{replacement.__name__} has a __new__, or a metaclass with a __call__, .* into __init__"
+    said = rf"{replacement.__name__} has a __new__, or a metaclass with a __call__, .*Move its code into __init__"
     with pytest.raises(PatchConstructionError, match=said):
         LlamaForCausalLM.from_pretrained(llama, patcher=Patcher({"LlamaMLP": replacement}))

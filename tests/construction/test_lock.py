@@ -26,7 +26,7 @@ from tests.support.tiny import tiny_llama_config, tiny_qwen2_vl_config
 
 TOLD = (
     r"LlamaForCausalLM.* can't be constructed: the thread 'the holder' has been constructing LlamaForCausalLM from "
-    r"\S+ since \d\d:\d\d:\d\d, for more than 0\.5 seconds\..*: load that model before"
+    r"\S+ since \d\d:\d\d:\d\d, for more than 0\.5 seconds\..*: load that model first"
 )
 
 

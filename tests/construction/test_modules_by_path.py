@@ -115,7 +115,7 @@ def test_those_of_transformers_get_what_modeling_code_gave_them(path: str, expec
     [
         ("heads", r"a MultiheadAttention of torch, whose constructor takes bias"),
         ("listed", r"a ModuleList of torch, whose constructor takes modules"),
-        ("copied", r"with which arguments the LlamaMLP there was made can't be known: it is a copy"),
+        ("copied", r"the constructor arguments of the LlamaMLP there aren't known: it is a copy"),
     ],
 )
 def test_arguments_that_nobody_can_know_are_an_error(path: str, reason: str) -> None:

@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import patcher
 from patcher import InvalidPatcherError, PatchConflictError, Patcher
-from patcher.compat.parallel import in_plan
+from patcher.compat.models import in_plan
 from patcher.fusions import QKV
 from patcher.layouts.carried import fused_modules
 from patcher.layouts.layouts import Rows

@@ -430,7 +430,7 @@ def test_what_is_called_through_a_table_of_all_models_as_well_is_refused() -> No
     for name in ("create_causal_mask", "_preprocess_mask_arguments"):
         patcher_ = Patcher(function_mapping={name: functions.counted_mask})
         said = (
-            rf"'{name}' can't be replaced for .* gets at it through LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, which all"
+            rf"'{name}' can't be replaced for .* reaches it through LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, which all"
         )
         with pytest.raises(PatchConstructionError, match=said):
             patcher_.resolve(cls, config)

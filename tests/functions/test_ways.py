@@ -42,7 +42,7 @@ REFUSED = {
     "NotInAnAutogradFunction": "through Doubling, a FunctionMeta",
     "NotInAnObject": "through instance, a NoModule",
     "NotInAnObjectsAttribute": "through holder, a Holder",
-    "NotAModuleEachTime": "through a Directly that it makes each time it runs",
+    "NotAModuleEachTime": "through a Directly that it builds in each call",
     "NotThroughAnObject": "through wrapped, a Wrapper",
     "NotInAHiddenClosure": "through its variable 'held', a list",
     "NotAPartialMethod": "through forward, a partialmethod",
@@ -110,7 +110,7 @@ def test_an_init_may_keep_what_calls_a_function_that_is_replaced() -> None:
 def test_a_call_that_can_not_be_followed_is_refused(way: str) -> None:
     module = WAYS[way]()
     said = (
-        rf"'double' can't be replaced for {way} alone: .* \(\S+\) gets at it {REFUSED[way]}, not by a plain call of a "
+        rf"'double' can't be replaced for {way} alone: .* \(\S+\) reaches it {REFUSED[way]}, not by calling a global "
     )
     with pytest.raises(PatchConstructionError, match=said):
         find_functions(module, LAYERS)
@@ -121,7 +121,7 @@ def test_a_method_of_an_object_that_a_module_keeps_is_refused() -> None:
     """The object's other methods, which it calls, can't be changed for one model."""
     module = WAYS["Other"]()
     module.function = modeling_ways.WithTwoMethods().first
-    with pytest.raises(PatchConstructionError, match="through its attribute 'function', a method, not by a plain"):
+    with pytest.raises(PatchConstructionError, match="through its attribute 'function', a method, not by calling"):
         find_functions(module, LAYERS)
 
 

@@ -266,7 +266,7 @@ def test_a_copy_can_not_be_built_again(made: str, folder: Path) -> None:
             return Copying.from_pretrained(folder, patcher=patcher)
         return Copying._from_config(AutoConfig.from_pretrained(folder), patcher=patcher)
 
-    message = r"Local\(\) takes model\.layers\.0\.mlp, .* can't be known: it is a copy .* Leave it out of the fusion"
+    message = r"Local\(\) takes model\.layers\.0\.mlp, .* aren't known: it is a copy .* Leave it out of the fusion"
     with pytest.raises(PatchConstructionError, match=message):
         make(Local())
     model = make(Local(modules="model.layers.1.mlp"))

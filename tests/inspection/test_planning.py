@@ -583,9 +583,9 @@ def test_a_plan_is_read_in_a_terminal_in_a_notebook_and_as_json(folders: Callabl
         (
             (nn.Linear(1, 1), OWN),
             {},
-            r"a model is named by its repo, its folder or its config, found Linear.*\.config",
+            r"a model is given by its repo, its folder or its config, found Linear.*\.config",
         ),
-        ((tiny_llama_config(), OWN), {"model_class": nn.Linear}, "model_class= takes a class of model, or an Auto"),
+        ((tiny_llama_config(), OWN), {"model_class": nn.Linear}, "model_class= takes a model class, or an Auto"),
         ((tiny_llama_config(architectures=["Nothing"]), OWN), {}, "names Nothing as its architecture"),
         (
             (tiny_llama_config(), OWN),

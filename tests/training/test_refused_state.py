@@ -124,7 +124,7 @@ def test_flat_parameters_are_refused() -> None:
     with one_process(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of one process
         model = FullyShardedDataParallel(built(QKV), device_id=torch.device("cpu"), use_orig_params=True)
-        with pytest.raises(InvalidPatcherError, match=r"FullyShardedDataParallel makes flat pieces of parameters"):
+        with pytest.raises(InvalidPatcherError, match=r"FullyShardedDataParallel flattens parameters"):
             original_optimizer_state_dict(model, adamw(model))
 
 
@@ -178,7 +178,7 @@ REFUSALS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         r"qkv_proj\.weight is made of .*q_proj\.weight and .*k_proj\.weight, and in the state these differ: "
         r"lr is 0\.01 and 1\.0; weight_decay is 0\.01 and 0\.0\. Parts",
     ),
-    "absent": (without_k, r"k_proj\.weight are the optimizer's alone, none the state's alone"),
+    "absent": (without_k, r"only in the optimizer: .*k_proj\.weight; only in the state: none\. Make"),
     "no state": (
         lambda state: state["state"].pop(f"{ATTENTION}k_proj.weight"),
         r"made of .*q_proj\.weight and .*k_proj\.weight, and in the state these differ: step is 2\.0 and missing; "
@@ -190,13 +190,13 @@ REFUSALS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "shapes": (
         lambda state: state["state"][f"{ATTENTION}q_proj.weight"].update(exp_avg=torch.zeros(3, 4)),
-        r"exp_avg of .*q_proj\.weight.* is \(3, 4\) and .* in the state, and the shape of what it is for is \(16, 16",
+        r"exp_avg of .*attn\.q_proj\.weight is \(3, 4\) in the state, and the parameter is \(16, 16\)\.",
     ),
     "unknown": (
         lambda state: state["param_groups"][0]["params"].append("model.other"),
-        r"none are the optimizer's alone, model\.other the state's alone",
+        r"only in the optimizer: none; only in the state: model\.other\. Make",
     ),
-    "unknown state": (lambda state: state["state"].update(other={}), r"other the state's alone"),
+    "unknown state": (lambda state: state["state"].update(other={}), r"only in the state: other\. Make"),
     "other groups": (
         lambda state: state["param_groups"].append(
             {**state["param_groups"][0], "lr": 1.0, "params": [state["param_groups"][0]["params"].pop()]}

@@ -276,7 +276,7 @@ def test_threads_are_those_of_before_and_one_for_a_tiny_model(llama: Path) -> No
             r"verify takes a patcher.Patcher, found None \(NoneType\); write for instance verify\(model, Patcher\(",
         ),
         ((LLAMA, OWN, torch.int8), r"dtype=torch\.int8 can't be compared; write one of torch\.float64"),
-        ((LlamaForCausalLM, OWN), r"a model is named by its repo, its folder or its config"),
+        ((LlamaForCausalLM, OWN), r"a model is given by its repo, its folder or its config"),
     ],
     ids=["no patcher", "dtype", "no model"],
 )

@@ -10,7 +10,7 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from patcher.compat.parallel import sizes
+from patcher.compat.models import sizes
 from patcher.integrations.parallel.sharing import follow_plan
 from patcher.layouts.carried import carriers
 from patcher.layouts.sharded import gather_on_rank_zero

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from patcher.compat.parallel import in_plan
+from patcher.compat.models import in_plan
 from patcher.errors import InvalidPatcherError
 from patcher.patterns import compress
 

@@ -20,8 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from patcher.compat.models import named_modules, state_tensors
-from patcher.compat.parallel import in_plan, set_plans, sizes
+from patcher.compat.models import in_plan, named_modules, set_plans, sizes, state_tensors
 from patcher.compat.standing_alone import ListedExperts
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.experts.matrices import Matrices

@@ -10,11 +10,10 @@ from transformers import PreTrainedModel
 from patcher.compat.models import stock_class
 from patcher.compat.seams import Stock, seam
 from patcher.construction.class_rules import ClassRules
-from patcher.construction.construction import Construction
+from patcher.construction.construction import Construction, replace_modules
 from patcher.construction.gates import building, cover_new_classes
 from patcher.construction.in_force import construction_around, entered, in_force_for
 from patcher.construction.lock import construction_lock
-from patcher.construction.modules_by_path import replace_modules
 from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.loading.findings import Diagnostics
 from patcher.loading.initial_values import preserve_computed_buffers

@@ -13,8 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from patcher.compat.models import original_class
-from patcher.compat.recorders import mark_recorded, output_hook, output_recorders
+from patcher.compat.models import mark_recorded, original_class, output_hook, output_recorders
 from patcher.compat.seams import Stock, seam
 from patcher.loading.record import record_of
 from patcher.patterns import inside

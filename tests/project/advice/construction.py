@@ -116,9 +116,7 @@ def a_module_of_torch_with_arguments_that_nobody_knows(at: Place) -> Steps:
     assert type(attending(module_mapping={path: OwnAttending}).layer.inner) is LinearLike
 
 
-@advice(
-    "there was made can't be known: it is {}. {}", "Give the class of the model another in a class_mapping, one that "
-)
+@advice("there aren't known: it is {}. {}", "Give the class of the model another in a class_mapping, one that ")
 def a_part_of_the_model_with_arguments_that_nobody_knows(at: Place) -> Steps:
     yield lambda: attending(module_mapping={"copied": LinearLike})
     assert type(attending(class_mapping={"AttendingModel": OwnAttendingModel}).copied) is LinearLike
@@ -143,7 +141,7 @@ class Calling(type):
         return made
 
 
-@advice("of its own, and takes the place of an object that has been made already. Move what it does into __init__.")
+@advice("existing object becomes one of the replacement. Move its code into __init__.")
 def a_model_with_a_metaclass(at: Place) -> Steps:
     class Called(LlamaForCausalLM, metaclass=Calling):
         pass
@@ -249,7 +247,7 @@ def a_load_inside_of_a_load(at: Place) -> Steps:
 # --- threads, and what else takes part -----------------------------------------------------------------------------
 
 
-@advice("load that model before, and hand it over.")
+@advice("load that model first, and pass it in.")
 def an_init_that_waits_for_a_load(at: Place) -> Steps:
     failed: list[BaseException] = []
 

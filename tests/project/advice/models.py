@@ -26,7 +26,7 @@ QKV = Patcher(fusions="qkv")
 
 
 @advice(
-    'a model is named by its repo, its folder or its config, found {} ({}); write "./folder", the name of a repo, or '
+    'a model is given by its repo, its folder or its config, found {} ({}); write "./folder", the name of a repo, or '
     "for a model in memory model.config."
 )
 def a_model_in_memory(at: Place) -> Steps:
@@ -59,7 +59,7 @@ def something_for_a_class_of_model(at: Place) -> Steps:
     assert patcher.plan(at.llama, QKV, model_class=found).ok
 
 
-@advice("pass model_class=, or trust_remote_code=True if the repo brings its code.")
+@advice("pass model_class=, or trust_remote_code=True if the repo has its code.")
 def an_architecture_that_there_is_not(at: Place) -> Steps:
     config = tiny_llama_config(architectures=["NoSuchModel"])
     yield lambda: patcher.plan(config, QKV)
@@ -70,7 +70,7 @@ class UnknownConfig(LlamaConfig):
     model_type = "no_such_type"
 
 
-@advice("No Auto class knows {}, and it names no architecture; pass model_class=.")
+@advice("No Auto class supports {}, and it names no architecture; pass model_class=.")
 def a_config_that_no_auto_class_knows(at: Place) -> Steps:
     config = UnknownConfig(**tiny_llama_config().to_diff_dict())
     config.architectures = None

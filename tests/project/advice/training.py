@@ -59,7 +59,7 @@ def parts_in_two_groups(at: Place) -> Steps:
 
 @advice(
     "With the same patcher as before use optimizer.state_dict() and optimizer.load_state_dict(state)",
-    "{}, so its state for {} isn't that for {}. {}.",
+    "{}, so its state can't be converted between {} and {}. {}.",
 )
 def an_optimizer_of_whole_matrices(at: Place) -> Steps:
     model, other = load(at.llama, QKV), load(at.llama, QKV)
@@ -80,7 +80,7 @@ def a_state_without_names(at: Place) -> Steps:
     load_original_optimizer_state_dict(other, resuming, original_optimizer_state_dict(model, optimizer))
 
 
-@advice("Use torch.distributed.fsdp.fully_shard in its place.")
+@advice("Use torch.distributed.fsdp.fully_shard instead.")
 def parameters_that_are_flattened(at: Place) -> Steps:
     with one_process(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of one process

@@ -78,18 +78,18 @@ OWN_NAME = "Qkv"
 # [HELPERS]
 # ======================================================================
 class Refit(ConversionOps):
-    """Tensors of the original as those of a layer here, by `forth`, and back: lists of them, one for each pattern."""
+    """Converts original tensors by `forth`, and back by `back`: both take and return a list for each pattern."""
 
     is_back = False
 
     @torch.no_grad()
     def convert(self, input_dict, source_patterns, target_patterns, full_layer_name="", model=None, **kwargs):
-        given = [input_dict[each] for each in source_patterns if each in input_dict] or [*input_dict.values()]
-        given = [each if isinstance(each, list) else [each] for each in given]
-        own = full_layer_name.replace(target_patterns[0], source_patterns[0]) if self.is_back else full_layer_name
-        made = (self.back if self.is_back else self.forth)(given, len(target_patterns), model, own)
-        named = zip(target_patterns, made, strict=True)
-        return {name.replace("*", str(n)): tensor for name, tensors in named for n, tensor in enumerate(tensors)}
+        inputs = [input_dict[name] for name in source_patterns if name in input_dict] or [*input_dict.values()]
+        inputs = [tensors if isinstance(tensors, list) else [tensors] for tensors in inputs]
+        name = full_layer_name.replace(target_patterns[0], source_patterns[0]) if self.is_back else full_layer_name
+        outputs = (self.back if self.is_back else self.forth)(inputs, len(target_patterns), model, name)
+        named = zip(target_patterns, outputs, strict=True)
+        return {target.replace("*", str(n)): tensor for target, tensors in named for n, tensor in enumerate(tensors)}
 
     @property
     def reverse_op(self):
@@ -99,22 +99,22 @@ class Refit(ConversionOps):
 
 
 class JoinRows(Refit):
-    """Several of the original's layers as one, row by row; the module that has it says how many rows are whose."""
+    """Concatenates the rows of several layers; the module of the joined layer has the numbers of rows."""
 
-    def forth(self, given, *about):
-        return [[torch.cat([rows for (rows,) in given])]]
+    def forth(self, inputs, *args):
+        return [[torch.cat([rows for (rows,) in inputs])]]
 
-    def back(self, given, count, model, own):
-        owner, layer = own.removesuffix(".weight").removesuffix(".bias").rsplit(".", 1)
+    def back(self, inputs, count, model, name):
+        owner, layer = name.removesuffix(".weight").removesuffix(".bias").rsplit(".", 1)
         sizes = getattr(model.get_submodule(owner), f"{layer}_sizes")
-        return [[rows.clone()] for rows in given[0][0].split(sizes)]
+        return [[rows.clone()] for rows in inputs[0][0].split(sizes)]
 
 
 def converted(model, state_dict, conversions, renamed_first):
-    """A state dict after conversions: renamings, then one converter at most, or the other way round."""
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
-    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    """Convert a state dict: renamings, then at most one converter for each key, or the converter first."""
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     before, after = (renamings, []) if renamed_first else ([], renamings)
     result, collected = {}, {}
     for key in sorted(state_dict, key=dot_natural_key):
@@ -131,66 +131,66 @@ def converted(model, state_dict, conversions, renamed_first):
 
 
 class OriginalCheckpoints:
-    """Models that read checkpoints of the original, resume from them, and write them as that one does."""
+    """Models that load, resume from and save checkpoints of the original model."""
 
     def load_state_dict(self, state_dict, *args, **kwargs):
-        """Take a checkpoint of the original too, as `Trainer` has it when it resumes."""
-        known = self.state_dict().keys()
-        if others := {key: tensor for key, tensor in state_dict.items() if key not in known}:
-            own = {key: tensor for key, tensor in state_dict.items() if key in known}
+        """Load a checkpoint of the original too, as `Trainer` does when it resumes."""
+        names = self.state_dict().keys()
+        if others := {key: tensor for key, tensor in state_dict.items() if key not in names}:
+            own = {key: tensor for key, tensor in state_dict.items() if key in names}
             conversions = get_model_conversion_mapping(self, add_legacy=False)
             state_dict = own | converted(self, others, conversions, renamed_first=True)
         return super().load_state_dict(state_dict, *args, **kwargs)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
-        """Refuse what is for layers of the original, the weights of an adapter for one: torch would leave them out."""
-        known, absent = {name for name, _ in self.named_modules()}, {}  # layer -> its first key
+        """Raise for layers of the original, such as those of an adapter, which torch would ignore."""
+        names, unknown = {name for name, _ in self.named_modules()}, {}  # layer -> its first key
         for key in state_dict:
             for layer in accumulate(key.removeprefix(prefix).split(".")[:-1], "{}.{}".format):
-                if layer not in known:
-                    absent.setdefault(layer, key)
-        conversions = get_model_conversion_mapping(self, add_legacy=False) if absent else []
-        converters = [each for each in conversions if isinstance(each, WeightConverter)]
-        for layer, key in absent.items():
+                if layer not in names:
+                    unknown.setdefault(layer, key)
+        conversions = get_model_conversion_mapping(self, add_legacy=False) if unknown else []
+        converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+        for layer, key in unknown.items():
             if rename_source_key(f"{layer}.weight", [], converters)[1] is not None:
                 raise RuntimeError(f"{key} is for a layer of the original model only: load it into that.")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def in_original_layout(self, state_dict):
-        """A state dict as the original's checkpoints have it: what its load has converted, the other way round."""
+        """Reverse the conversions of the load, for a checkpoint of the original."""
         conversions = getattr(self, "_weight_conversions", None)
         if conversions is None:  # it wasn't loaded
-            for kind in {type(each) for each in self.modules() if type(each).__module__ != __name__}:
-                if any(each.__module__ == __name__ and each.__name__.startswith(OWN_NAME) for each in kind.__mro__):
-                    name = kind.__name__
+            for cls in {type(module) for module in self.modules() if type(module).__module__ != __name__}:
+                if any(base.__module__ == __name__ and base.__name__.startswith(OWN_NAME) for base in cls.__mro__):
+                    name = cls.__name__
                     raise NotImplementedError(f"{name} has no conversions, which go by names. Load a checkpoint.")
             conversions = get_model_conversion_mapping(self, add_legacy=False)
-            conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
-        conversions = [each.reverse_transform() for each in reversed(conversions)]
+            conversions = [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
+        conversions = [conversion.reverse_transform() for conversion in reversed(conversions)]
         return converted(self, state_dict, conversions, renamed_first=False)
 
     def in_original_order(self, state_dict):
-        """A checkpoint in the order of its names, in which the original writes it, file by file."""
+        """Sort a checkpoint by its names, as the original does when it saves."""
         return {key: state_dict[key] for key in sorted(state_dict, key=dot_natural_key)}
 
     def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, **kwargs):
-        """Write a checkpoint of the original."""
-        offloaded = {"cpu", "disk"}.intersection(getattr(self, "hf_device_map", {}).values())
-        otherwise = offloaded or getattr(self, "peft_config", None) or hasattr(self, "_patcher_record")
-        if kwargs.get("save_original_format", True) and not otherwise:
+        """Save a checkpoint of the original."""
+        is_offloaded = {"cpu", "disk"}.intersection(getattr(self, "hf_device_map", {}).values())
+        is_special = is_offloaded or getattr(self, "peft_config", None) or hasattr(self, "_patcher_record")
+        if kwargs.get("save_original_format", True) and not is_special:
             state_dict = self.state_dict() if state_dict is None else state_dict
             state_dict = remove_tied_weights_from_state_dict(state_dict, self)
             state_dict = self.in_original_order(self.in_original_layout(state_dict))
             kwargs["save_original_format"] = False
         super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
-        name = next(each.__name__ for each in type(self).__mro__ if each.__module__ == __name__).removeprefix(OWN_NAME)
-        if is_main_process and name != type(self).__name__:  # the config names the class of the original
+        name = next(cls.__name__ for cls in type(self).__mro__ if cls.__module__ == __name__).removeprefix(OWN_NAME)
+        if is_main_process and name != type(self).__name__:  # the config has the name of the original class
             self.config.architectures = [name]
             self.config.save_pretrained(save_directory)
 
     @classmethod
     def prepare_distribute_model(cls, *args, **kwargs):
-        """Refuse a load that is split over processes: the plans of the original name other layers than these."""
+        """Raise for a load on several processes, as the plans of the original have names of its layers."""
         reason = "is of a generated file, whose layers a distributed_config or tp_plan of the original doesn't fit"
         raise NotImplementedError(f"{cls.__name__} {reason}. Load it whole, or load the original model.")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from patcher.compat.held import parts_of
+from patcher.compat.attributes import parts_of
 
 
 class Frozen(list[Any]):

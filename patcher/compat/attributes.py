@@ -1,0 +1,75 @@
+"""What modules and parameters have besides their state dict: attributes, hooks, compiled calls."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, GeneratorType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+#: The attributes of a bare module.
+TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+#: Types of objects that refer to no tensors and functions, or to everything in the process.
+_LEAVES = (bool, int, float, complex, str, bytes, type(None), range, slice, torch.dtype, torch.device, torch.Size)
+_LEAVES += (logging.Logger, ModuleType, CodeType, GeneratorType, PretrainedConfig)  # type: ignore[assignment]
+
+
+def attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the plain attributes of a module that may refer to tensors or functions."""
+    for name, value in vars(module).items():
+        if name not in TORCH_ATTRIBUTES and not isinstance(value, _LEAVES):
+            yield name, value
+
+
+def parts_of(value: Any) -> list[Any]:
+    """Return what an object refers to: elements, attributes, closures and defaults of a function.
+
+    >>> parts_of([1, "text", print])
+    [<built-in function print>]
+
+    The garbage collector is asked, so that no method of an unusual container is called.
+    """
+    if isinstance(value, FunctionType):  # without its globals
+        parts: list[Any] = [value.__closure__, value.__defaults__, value.__kwdefaults__]
+    else:
+        parts = gc.get_referents(value)
+    return [part for part in parts if not isinstance(part, _LEAVES)]
+
+
+def tensors_in(value: Any, is_known: Callable[[nn.Module], bool]) -> list[torch.Tensor]:
+    """Return all tensors that an object refers to, except those of known modules."""
+    pending, seen, tensors = [value], dict[int, Any](), list[torch.Tensor]()
+    while pending:
+        value = pending.pop()
+        if id(value) in seen or isinstance(value, type):
+            continue
+        seen[id(value)] = value  # keeps the id in use
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif not (isinstance(value, nn.Module) and is_known(value)):
+            pending += parts_of(value)
+    return tensors
+
+
+def share_storage(parameter: nn.Parameter, memo: dict[int, Any]) -> None:
+    """Make a deep copy with this memo share the storage of a parameter, also with views of it."""
+    memo[id(parameter)] = new = nn.Parameter(parameter.detach(), parameter.requires_grad)
+    new.__dict__.update(parameter.__dict__)
+    storage = parameter.untyped_storage()
+    memo.setdefault("torch", {})[storage._cdata] = storage  # type: ignore[call-overload]
+
+
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Whether a parameter has gradient hooks, which a copy of it would lack."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module itself was compiled by `torch.compile`."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
