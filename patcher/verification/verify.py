@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.display.parts import Bar, Cell, Chart, Notes, Part, Table
@@ -69,6 +70,7 @@ class Verification(Judged):
         stages: the stages, in their order.
         seconds: the time that it took.
         guilty: the member of the patcher that causes the failure, if it is a single one.
+        reference: what it was compared with.
     """
 
     model: str
@@ -81,6 +83,7 @@ class Verification(Judged):
     stages: tuple[Stage, ...] = ()
     seconds: float = field(default=0.0, compare=False)
     guilty: Guilty | None = None
+    reference: str = "stock"
 
     @property
     def passed(self) -> bool:
@@ -108,15 +111,18 @@ class Verification(Judged):
 
     def _error(self) -> str:
         cause = f"\nThe cause is {self.guilty}." if self.guilty else ""
-        text = f"{self.model} under {self.patcher} differs from stock:\n  " + "\n  ".join(self.failures) + cause
-        return "" if self.passed else text
+        text = f"{self.model} under {self.patcher} differs from {self.reference}:\n  " + "\n  ".join(self.failures)
+        return "" if self.passed else text + cause
 
     def _headline(self) -> str:
-        verdict = "the same as stock" if self.passed else "NOT the same as stock"
-        counts = [(self.replaced, "replaced")] if self.replaced or not self.calling else []
-        counts += [(self.calling, "with calls of replaced functions")] if self.calling else []
-        modules = ", ".join(f"{pluralize(count, 'module')} {what}" for count, what in counts)
-        return f"{self.model}: {modules}, {verdict} ({self.dtype}, {self.checkpoint}, {self.seconds:.1f} s)"
+        verdict = f"{'' if self.passed else 'NOT '}the same as {self.reference}"
+        modules = [f"{pluralize(self.replaced, 'module')} replaced"] if self.replaced or not self.calling else []
+        if self.calling:
+            modules.append(
+                f"{pluralize(self.calling, 'module')} {'calls' if self.calling == 1 else 'call'} replaced functions"
+            )
+        where = f"({self.dtype}, {self.checkpoint}, {self.seconds:.1f} s)"
+        return f"{self.model}: {', '.join(modules)}, {verdict} {where}"
 
     def figures(self, stage: str) -> dict[str, float]:
         """Return the figures of a stage by name, {} if it wasn't run or checked."""
@@ -285,7 +291,8 @@ def compare(
     names = _checked(dtype, stages, quick)
     with isolated("comparing", seed, names, progress) as (scratch, step), _restored(models):
         run = Run(theirs, mine, dtype, seed, scratch, step, quick, tolerance)
-        return _verification(run, names, f"the model {mine.place}")
+        result = _verification(run, names, f"the model {mine.place}")
+        return replace(result, reference="the first model" if theirs.model is not None else theirs.place)
 
 
 def _verification(run: Run, names: Iterable[str], patcher: str) -> Verification:
@@ -315,6 +322,11 @@ def _side(model: Any, options: dict[str, Any]) -> Side:
         return model
     if isinstance(model, PreTrainedModel):
         return Side(model=model, name="the second model")
+    if isinstance(model, nn.Module):
+        raise InvalidPatcherError(
+            f"compare takes a PreTrainedModel, found a {type(model).__name__}; pass the model inside of it, as "
+            "peft_model.get_base_model()."
+        )
     if not isinstance(model, str | os.PathLike):
         raise InvalidPatcherError(
             f"compare takes models, repo ids and folders, found {model!r} ({type(model).__name__}); "

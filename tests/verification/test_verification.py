@@ -124,7 +124,7 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 
 def test_of_functions_the_modules_that_call_them_are_counted(llama: Path) -> None:
     found = verify(llama, Patcher(function_mapping={"rotate_half": rotated}), quick=True)
-    assert str(found).startswith("LlamaForCausalLM: 2 modules with calls of replaced functions, the same as stock")
+    assert str(found).startswith("LlamaForCausalLM: 2 modules call replaced functions, the same as stock")
 
 
 def test_two_runs_measure_the_same(llama: Path) -> None:
@@ -204,6 +204,7 @@ def test_two_models_in_memory_are_compared_and_stay_as_they_are(llama: Path, opt
 
     assert found.failures == ()
     assert (found.checkpoint, found.patcher) == ("in memory", "the model in memory")
+    assert "the same as the first model" in str(found)
     assert (stock.training, patched.training) == (True, False)
     assert stock.lm_head.weight.grad is gradient
     assert stock.config._attn_implementation == "sdpa"
@@ -289,5 +290,8 @@ def test_wrong_use_raises(arguments: Any, message: str) -> None:
 def test_a_stage_that_is_not_there_is_said() -> None:
     with pytest.raises(InvalidPatcherError, match=r"stages='saves': there is no such stage; did you mean 'save'"):
         verify(LLAMA, OWN, stages=["saves"])
+    wrapper = nn.Sequential(build_tiny(LLAMA))
+    with pytest.raises(InvalidPatcherError, match="takes a PreTrainedModel, found a Sequential; pass the model"):
+        compare(wrapper, wrapper)
     with pytest.raises(InvalidPatcherError, match=r"compare takes models, repo ids and folders, found 3 \(int\)"):
         compare(3, 4)

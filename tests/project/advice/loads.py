@@ -484,7 +484,7 @@ def a_wrapper_for_a_part(at: Place) -> Steps:
     plain(input_ids=torch.tensor([[3, 4]]))
 
 
-@advice("It has no {}: ask these", error=AttributeError)
+@advice("Use {} of these", error=AttributeError)
 def an_attribute_of_experts(at: Place) -> Steps:
     model = MixtralForCausalLM.from_pretrained(at.moe, patcher=Patcher(fusions="sequential_experts"))
     experts = model.model.layers[0].mlp.experts
