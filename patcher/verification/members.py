@@ -65,7 +65,7 @@ def guilty_of(run: Run, patcher: Patcher, stages: Sequence[Stage]) -> Guilty | N
     failed = next(stage for stage in stages if not stage.passed)
     layer = failed.layers.begins if failed.layers is not None else None
     members = members_of(patcher)
-    conversions = [Patcher(extra_weight_conversions=each) for each in patcher.extra_weight_conversions]
+    conversions = [Patcher(extra_weight_conversions=conversion) for conversion in patcher.extra_weight_conversions]
     if len(members) + (not members) * len(conversions) == 1:
         return Guilty(repr((members or conversions)[0]), alone=True, layer=layer)
     if failed.name == "load" and conversions:

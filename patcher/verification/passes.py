@@ -261,9 +261,11 @@ def kind_of(tensor: torch.Tensor) -> str:
 def _difference(one: torch.Tensor, other: torch.Tensor) -> Difference:
     if not one.numel():
         return Difference(0.0, 0.0, 0.0)
-    one, other = (each.detach() if each.dtype is torch.float32 else each.detach().double() for each in (one, other))
+    one, other = (
+        tensor.detach() if tensor.dtype is torch.float32 else tensor.detach().double() for tensor in (one, other)
+    )
     one = one.to(other.device, other.dtype)
-    absolute, scale = (max(abs(float(bound)) for bound in torch.aminmax(each)) for each in (one - other, other))
+    absolute, scale = (max(abs(float(bound)) for bound in torch.aminmax(tensor)) for tensor in (one - other, other))
     if not math.isfinite(absolute + scale):
         gap = torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, (one - other).abs())
         absolute = math.inf if gap.isnan().any() else float(gap.max())
