@@ -19,6 +19,7 @@ from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlas
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
+from patcher.errors import PatchConflictError
 from patcher.fusions.fused_module import fuse, fused_class_of
 from patcher.fusions.sequential_experts import SequentialExperts
 from tests.support.tiny import tiny_mixtral_config
@@ -342,7 +343,7 @@ def test_a_stack_under_its_old_name_is_an_error_that_says_where_it_is() -> None:
         AttributeError, match=r"gate_up_proj is fused: its values are in 0\.gate_proj\.weight, 0\.up_proj"
     ):
         model.gate_up_proj.shape  # noqa: B018
-    with pytest.raises(TypeError):
+    with pytest.raises(PatchConflictError, match=r"down_proj is fused: its values are in 0\.down_proj\.weight"):
         model.down_proj[0]
 
 
