@@ -10,6 +10,7 @@ Experts that a checkpoint lacks start as those of transformers do from the same 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -100,6 +101,20 @@ class InitialValues:
                     self.given[key] = parameter
                 elif key in absent:
                     self.new[key] = path, built
+        self._skip_complete()
+
+    def _skip_complete(self) -> None:
+        """Keep `_init_weights` from replacements that are complete, and from what they are in.
+
+        It may initialise parameters by the names of the original, which a replacement doesn't have.
+        """
+        tensors = itertools.chain(named_parameters(self.model), self.model.named_buffers(remove_duplicate=False))
+        known = {*self.new, *self.given, *self.tied}
+        left = {key for key, tensor in tensors if not is_initialized(tensor) and key not in known}
+        incomplete = {owner for key in left for owner in _owners(key)}
+        around = {owner for path, _ in self.replaced for owner in (path, *_owners(path))}
+        for owner in around - incomplete:
+            mark_initialized(self.model.get_submodule(owner))
 
     def restore(self, load_config: Any) -> None:
         """Restore the values, after transformers has initialised the weights that it takes for missing.
@@ -279,6 +294,13 @@ def module_at(module: nn.Module, path: str) -> nn.Module | None:
         return module.get_submodule(path)
     except AttributeError:
         return None
+
+
+def _owners(key: str) -> Iterator[str]:
+    """Yield the paths of the modules that have a tensor or module, the innermost first."""
+    while key:
+        key = key.rpartition(".")[0]
+        yield key
 
 
 def _set(model: nn.Module, key: str, parameter: nn.Parameter) -> None:
