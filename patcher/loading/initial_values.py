@@ -11,7 +11,7 @@ Experts that a checkpoint lacks start as those of transformers do from the same 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from patcher.compat.models import (
     named_modules,
     named_parameters,
     offload_weight,
+    state_tensors,
     ties,
 )
 from patcher.construction.construction import Built, Construction, Placed
@@ -80,7 +81,7 @@ class InitialValues:
         self.tied = ties(load.model).keys()
         absent = self.missing - self.tied
         # A quantizer may have replaced some modules by others.
-        self.replaced = [item for item in load.outermost if module_at(self.model, item[0]) is item[1].module]
+        self.replaced = tuple(item for item in load.outermost if module_at(self.model, item[0]) is item[1].module)
         #: parameters that a replacement was given with their values, from a model that was loaded elsewhere
         self.given: dict[str, nn.Parameter] = {}
         #: parameter that the checkpoint lacks -> the innermost replacement that has it
@@ -101,20 +102,8 @@ class InitialValues:
                     self.given[key] = parameter
                 elif key in absent:
                     self.new[key] = path, built
-        self._skip_complete()
-
-    def _skip_complete(self) -> None:
-        """Keep `_init_weights` from replacements that are complete, and from what they are in.
-
-        It may initialise parameters by the names of the original, which a replacement doesn't have.
-        """
-        tensors = itertools.chain(named_parameters(self.model), self.model.named_buffers(remove_duplicate=False))
-        known = {*self.new, *self.given, *self.tied}
-        left = {key for key, tensor in tensors if not is_initialized(tensor) and key not in known}
-        incomplete = {owner for key in left for owner in _owners(key)}
-        around = {owner for path, _ in self.replaced for owner in (path, *_owners(path))}
-        for owner in around - incomplete:
-            mark_initialized(self.model.get_submodule(owner))
+        read = state_tensors(self.model).keys() - self.missing | self.new.keys() | self.given.keys() | self.tied
+        skip_complete(self.model, self.replaced, read)
 
     def restore(self, load_config: Any) -> None:
         """Restore the values, after transformers has initialised the weights that it takes for missing.
@@ -266,6 +255,19 @@ def _draw(model: PreTrainedModel, names: set[str], dtype: torch.dtype | None) ->
                 mark_initialized(tensor)
     model.initialize_weights()  # type: ignore[no-untyped-call]
     return {name: parameter.data for name, parameter in parameters.items()}
+
+
+def skip_complete(model: PreTrainedModel, replaced: Placed, read: Set[str] = frozenset()) -> None:
+    """Keep `_init_weights` from replacements that have all their values, and from the modules around them.
+
+    It may initialise parameters by the names of the original, which a replacement doesn't have.
+    """
+    tensors = itertools.chain(named_parameters(model), model.named_buffers(remove_duplicate=False))
+    left = {key for key, tensor in tensors if key not in read and not is_initialized(tensor)}
+    incomplete = {owner for key in left for owner in _owners(key)}
+    around = {owner for path, _ in replaced for owner in (path, *_owners(path))}
+    for owner in around - incomplete:
+        mark_initialized(model.get_submodule(owner))
 
 
 @contextmanager

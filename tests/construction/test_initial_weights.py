@@ -14,6 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from patcher import Patcher, original_state_dict
 from tests.support.beside import FUSED_QKV, LINEAR_EXPERTS
+from tests.support.offloaded import places
 from tests.support.replacements import OWN
 from tests.support.tiny import (
     build_tiny,
@@ -139,6 +140,9 @@ class Renamed(MixtralExperts):
 )
 def test_nothing_is_initialised_by_names_of_the_original(config: Any, mapping: Any, tmp_path: Path) -> None:
     """`_init_weights` of stock initialises `c_proj.weight`, and `gate_up_proj`, which these don't have."""
-    folder = save_tiny(config, tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(folder, patcher=Patcher(mapping))
-    assert same_bits(model, AutoModelForCausalLM.from_pretrained(folder))
+    folder, patcher = save_tiny(config, tmp_path / "checkpoint"), Patcher(mapping)
+    stock = AutoModelForCausalLM.from_pretrained(folder)
+    assert same_bits(AutoModelForCausalLM.from_pretrained(folder, patcher=patcher), stock)
+    assert same_bits(patcher.apply(stock), stock)
+    disk = {"device_map": places(stock, lambda name: ".1" in name, whole=True), "offload_folder": tmp_path / "disk"}
+    assert same_bits(AutoModelForCausalLM.from_pretrained(folder, patcher=patcher, **disk), stock)
