@@ -179,7 +179,8 @@ class Cover:
         for cls in (*with_gate, *(subclasses(PreTrainedModel) if self.models else ())):
             self._bind(cls, "__init__", functools.partial(_gate, cls))
         self._foreign = {cls for cls in classes if cls not in with_gate and self.rules.concerns(cls)}
-        for name, module in list(sys.modules.items()) if self._foreign or self.rules.has_registry else ():
+        # Not list(): it allocates pairs, and a garbage collection in between may run code that imports.
+        for name, module in sys.modules.copy().items() if self._foreign or self.rules.has_registry else ():
             if is_modeling_module(name) and isinstance(module, ModuleType):
                 self._add_names(module)
 

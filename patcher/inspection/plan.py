@@ -199,9 +199,12 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
         for text in {*(describe(conversion.transform) for conversion in route.added), route.text}:
             keys_of.setdefault(text, []).extend(route.keys)
     added = added_conversions(record)
-    weights = alike_as_one(Weights("", route.keys, route.parameters, route.text) for route in routing.routes)
+    parameters = state_tensors(built)
+    # Without those to a stack of transformers of which a fusion takes the parts.
+    routes = [route for route in routing.routes if not parameters.keys().isdisjoint(route.parameters)]
+    weights = alike_as_one(Weights("", route.keys, route.parameters, route.text) for route in routes)
     return Plan(
-        **fields_of_record(name, built, record, routing.routes or routes_of_fusions(record), unfit),
+        **fields_of_record(name, built, record, routes or routes_of_fusions(record), unfit),
         checkpoint=headers.where,
         conversions_added=tuple((text, tuple(compress(keys_of.get(text, ())))) for text in added),
         conversions_kept=tuple(
@@ -211,7 +214,7 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
         missing=missing,
         left_over=left_over,
         wrong_shape=tuple(mismatched),
-        unseen=unseen(routing.routes, record, tensors=headers.tensors, parameters=state_tensors(built)),
+        unseen=unseen(routing.routes, record, tensors=headers.tensors, parameters=parameters),
         unknown_shapes=sum(key in headers.unknown for route in routing.routes for key in route.keys),
         misfits=wrong_calls,
         problems=tuple(problems),

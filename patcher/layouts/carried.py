@@ -136,9 +136,8 @@ class ModuleLayouts:
                 if value is not None and (name not in tensors or is_quantized(value)):
                     raise _not_saved(
                         f"{prefix}{name}",
-                        f"it is quantized ({type(value).__name__} of {value.dtype}), and scales of joined rows aren't "
-                        "those of each (if only fusions made this layout, save_original_format=False saves it as it "
-                        "is)",
+                        f"it is quantized ({type(value).__name__} of {value.dtype}), and its scales fit this layout "
+                        "only (if only fusions made it, save_original_format=False saves it as it is)",
                     )
         for layout in self.layouts:
             both = [name for name in layout.stock if name in tensors and name not in layout.fused]

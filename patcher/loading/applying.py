@@ -45,7 +45,7 @@ from patcher.layouts.carried import carry
 from patcher.layouts.transforms import converts
 from patcher.loading.findings import Diagnostics, outcome_of_modules
 from patcher.loading.in_memory import Weights, copy_hooks, move_attributes, transplant, unfuse
-from patcher.loading.initial_values import InitialValues
+from patcher.loading.initial_values import InitialValues, skip_complete
 from patcher.loading.load import Constructed, Loaded, Request, check_supported, construct, select, summarize
 from patcher.loading.reading import check_weights, stock_routing
 from patcher.loading.record import RECORD, PatchRecord, record_of, store_record
@@ -232,6 +232,7 @@ def _construct(model: PreTrainedModel, in_force: tuple[InForce, ...] = (), **opt
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=model.device)
+    skip_complete(new, results[0].outermost)
     with construction_lock.held_for(type(new).__name__):
         new.initialize_weights()  # type: ignore[no-untyped-call]
     return results[0]

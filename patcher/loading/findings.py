@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -121,7 +121,14 @@ def outcome_of_modules(
             unused |= _unmatched_expressions(entry, "new_weights", "no parameter", "parameters", names)
     for function in functions.replaced:
         used |= {(construction.rules.entries[index], "function_mapping", key) for index, key in function.keys}
+    if model is None:
+        unused = {part: partial(_nothing_built, *part[1:]) for part in unused}
     return construction.outcome | Outcome(frozenset(used), unused)
+
+
+def _nothing_built(field: str, keys: Sequence[Any]) -> str:
+    key = keys[0][0] if field == "fusions" else keys[0]
+    return f"{field}: {key!r}; no model was built in the block, in the thread or task that has entered it"
 
 
 def _unmatched_classes(group: tuple[str, ...], places: Places, classes: Mapping[str, type[nn.Module]]) -> str:

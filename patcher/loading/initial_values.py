@@ -10,7 +10,8 @@ Experts that a checkpoint lacks start as those of transformers do from the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from patcher.compat.models import (
     named_modules,
     named_parameters,
     offload_weight,
+    state_tensors,
     ties,
 )
 from patcher.construction.construction import Built, Construction, Placed
@@ -79,7 +81,7 @@ class InitialValues:
         self.tied = ties(load.model).keys()
         absent = self.missing - self.tied
         # A quantizer may have replaced some modules by others.
-        self.replaced = [item for item in load.outermost if module_at(self.model, item[0]) is item[1].module]
+        self.replaced = tuple(item for item in load.outermost if module_at(self.model, item[0]) is item[1].module)
         #: parameters that a replacement was given with their values, from a model that was loaded elsewhere
         self.given: dict[str, nn.Parameter] = {}
         #: parameter that the checkpoint lacks -> the innermost replacement that has it
@@ -100,6 +102,8 @@ class InitialValues:
                     self.given[key] = parameter
                 elif key in absent:
                     self.new[key] = path, built
+        read = state_tensors(self.model).keys() - self.missing | self.new.keys() | self.given.keys() | self.tied
+        skip_complete(self.model, self.replaced, read)
 
     def restore(self, load_config: Any) -> None:
         """Restore the values, after transformers has initialised the weights that it takes for missing.
@@ -253,6 +257,19 @@ def _draw(model: PreTrainedModel, names: set[str], dtype: torch.dtype | None) ->
     return {name: parameter.data for name, parameter in parameters.items()}
 
 
+def skip_complete(model: PreTrainedModel, replaced: Placed, read: Set[str] = frozenset()) -> None:
+    """Keep `_init_weights` from replacements that have all their values, and from the modules around them.
+
+    It may initialise parameters by the names of the original, which a replacement doesn't have.
+    """
+    tensors = itertools.chain(named_parameters(model), model.named_buffers(remove_duplicate=False))
+    left = {key for key, tensor in tensors if key not in read and not is_initialized(tensor)}
+    incomplete = {owner for key in left for owner in _owners(key)}
+    around = {owner for path, _ in replaced for owner in (path, *_owners(path))}
+    for owner in around - incomplete:
+        mark_initialized(model.get_submodule(owner))
+
+
 @contextmanager
 def preserve_computed_buffers(replacements: Iterable[nn.Module]) -> Iterator[None]:
     """Keep transformers from initialising the buffers that replacements have computed."""
@@ -279,6 +296,13 @@ def module_at(module: nn.Module, path: str) -> nn.Module | None:
         return module.get_submodule(path)
     except AttributeError:
         return None
+
+
+def _owners(key: str) -> Iterator[str]:
+    """Yield the paths of the modules that have a tensor or module, the innermost first."""
+    while key:
+        key = key.rpartition(".")[0]
+        yield key
 
 
 def _set(model: nn.Module, key: str, parameter: nn.Parameter) -> None:

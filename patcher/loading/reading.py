@@ -202,10 +202,11 @@ class _Weights:
         is_converted = any(map(converts, self.patchers))
         amiss = self.missing | self.mismatched.keys()
         absent = {key for key in amiss if is_converted or self._is_under_replaced(key)}
-        if absent:  # persistent buffers keep what was computed, so only parameters count
-            absent &= {name for name, _ in named_parameters(model)} - ties(model).keys()
-        left_over = set(filter(self._is_under_replaced, info.unexpected_keys))
+        absent = absent - ties(model).keys() if absent else absent
         self.new = sort_names(self._declared(absent, "new_weights"))
+        if absent:  # persistent buffers keep what was computed, so only parameters count
+            absent &= {name for name, _ in named_parameters(model)}
+        left_over = set(filter(self._is_under_replaced, info.unexpected_keys))
         self.dropped = sort_names(self._declared(left_over, "dropped_weights"))
         self.absent, self.left_over = absent.difference(self.new), left_over.difference(self.dropped)
 

@@ -373,7 +373,7 @@ def convert_checkpoint_keys(
     missing_keys += [f"{prefix}{key}" for key in absent]
     rest = {name: value for name, value in tensors.items() if name not in taken}
     checkpoint = _reverted(model, rest, patchers) if rest else {}
-    if checkpoint.keys() <= known:
+    if checkpoint and checkpoint.keys() <= known:
         converted |= checkpoint
         taken += rest
     for name in taken:
@@ -386,10 +386,15 @@ def convert_checkpoint_keys(
 def _reverted(
     model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], patchers: Iterable[Patcher]
 ) -> dict[str, torch.Tensor]:
-    """Reverse the stock conversions that filters have dropped: their modules take tensors of the checkpoint."""
-    dropped = select_conversions(stock_conversions_from_scratch(model), patchers).dropped
+    """Reverse the stock conversions that the patcher's replace: their modules take tensors of the checkpoint."""
+    selected = select_conversions(stock_conversions_from_scratch(model), patchers)
+    # A filter has dropped them, or a replacement takes tensors of the checkpoint before them.
+    replaced = [*(item for item, _ in selected.dropped), *(c for c in selected.kept if isinstance(c, WeightConverter))]
     view: Any = ModelView(model, get_parameter=tensors.__getitem__)
-    return stock_revert(view, dict(tensors), [copy_transform(transform) for transform, _ in dropped])
+    try:
+        return stock_revert(view, dict(tensors), list(map(copy_transform, replaced)))
+    except (RuntimeError, IndexError, ValueError):  # of other shapes: torch reports that the parameters are missing
+        return {}
 
 
 @torch.no_grad()

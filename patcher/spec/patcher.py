@@ -74,8 +74,8 @@ class Patcher:
     *Expectations of a load, which otherwise raises*
 
     Args:
-        new_weights: expressions; parameters of replaced modules that may be missing in the checkpoint, and keep the
-            values of their `__init__`. Each has to be found in the name of a parameter of the model.
+        new_weights: expressions; parameters and persistent buffers of replaced modules that may be missing in the
+            checkpoint, and keep the values of their `__init__`. Each has to be found in the name of one of the model.
         dropped_weights: expressions; checkpoint tensors under replaced modules that may stay unused. Each has to be
             found in a key, if the checkpoint is in the original layout.
         alternatives: groups of class keys of which a model needs to have only one, such as the names of one class in

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, CLIPVisionConfig
+from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter, WeightRenaming
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from patcher import Patcher, original_state_dict
 from tests.support.beside import FUSED_QKV, LINEAR_EXPERTS
+from tests.support.offloaded import places
 from tests.support.replacements import OWN
 from tests.support.tiny import (
     build_tiny,
+    save_tiny,
     tiny_bert_config,
+    tiny_gpt2_config,
     tiny_jamba_config,
     tiny_llama_config,
     tiny_mixtral_config,
@@ -97,3 +103,46 @@ def test_a_class_that_draws_otherwise_is_given_them_by_apply(config: Any, patche
     applied, _ = drawn(lambda: patcher.apply(AutoModelForCausalLM.from_config(config)))
     found = original_state_dict(applied)
     assert all(torch.equal(found[name], value) for name, value in stock.state_dict().items())
+
+
+class Inner(nn.Module):
+    """What GPT-2 has as a `Conv1D`, around a linear layer."""
+
+    conversion_mapping = (
+        WeightConverter("weight", "linear.weight", [Transpose(0, 1)]),
+        WeightRenaming("bias", "linear.bias"),
+    )
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(nx, nf)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class Renamed(MixtralExperts):
+    conversion_mapping = (
+        WeightConverter(["*.w1.weight", "*.w3.weight"], "first", [MergeModulelist(0), Concatenate(1)]),
+        WeightConverter("*.w2.weight", "second", [MergeModulelist(0)]),
+    )
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.first, self.second = self.gate_up_proj, self.down_proj
+        del self.gate_up_proj, self.down_proj
+
+
+@pytest.mark.parametrize(
+    ("config", "mapping"),
+    [(tiny_gpt2_config(), {"Conv1D": Inner}), (tiny_mixtral_config(), {"MixtralExperts": Renamed})],
+    ids=["around the replacement", "of the replacement's base class"],
+)
+def test_nothing_is_initialised_by_names_of_the_original(config: Any, mapping: Any, tmp_path: Path) -> None:
+    """`_init_weights` of stock initialises `c_proj.weight`, and `gate_up_proj`, which these don't have."""
+    folder, patcher = save_tiny(config, tmp_path / "checkpoint"), Patcher(mapping)
+    stock = AutoModelForCausalLM.from_pretrained(folder)
+    assert same_bits(AutoModelForCausalLM.from_pretrained(folder, patcher=patcher), stock)
+    assert same_bits(patcher.apply(stock), stock)
+    disk = {"device_map": places(stock, lambda name: ".1" in name, whole=True), "offload_folder": tmp_path / "disk"}
+    assert same_bits(AutoModelForCausalLM.from_pretrained(folder, patcher=patcher, **disk), stock)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
+from transformers.utils import logging
 
 from patcher import Patcher
 from tests.support import fresh, shared
@@ -279,13 +280,20 @@ def test_what_transformers_would_compute_again_is_left_as_the_replacement_comput
     assert torch.equal(model.model.rotary_emb.original_inv_freq, stock)
 
 
-def test_a_saved_buffer_comes_from_the_checkpoint(llama: Path, tmp_path: Path) -> None:
+def test_a_saved_buffer_comes_from_the_checkpoint(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Counting(OwnMLP):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             self.register_buffer("steps", torch.tensor([3.0]))
 
-    model = LlamaForCausalLM.from_pretrained(llama, patcher=Patcher({"LlamaMLP": Counting}))
+    patcher = Patcher({"LlamaMLP": Counting}, new_weights=r"\.steps$")
+    logger = logging.get_logger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        model = LlamaForCausalLM.from_pretrained(llama, patcher=patcher)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "LOAD REPORT" not in caplog.text  # declared as new, and with the value of `__init__`
     assert model.model.layers[0].mlp.steps.item() == 3
     state = dict(model.state_dict())
     state["model.layers.1.mlp.steps"] = torch.tensor([8.0])

@@ -222,6 +222,14 @@ def test_all_problems_are_said_and_each_of_them_once(folders: Callable[[str], Pa
     assert "'LlamaMPL'" not in second
 
 
+def test_a_plan_lists_only_parameters_of_the_patched_model(folders: Callable[[str], Path]) -> None:
+    """transformers stacks the experts of a checkpoint, and the fusion takes the stacks apart again."""
+    planned = plan(folders("mixtral"), Patcher(fusions="sequential_experts"))
+    experts = [name for _, names, _ in planned.weights for name in names if ".experts." in name]
+    assert {name.rpartition(".")[2] for name in experts} == {"weight"}
+    assert " -> down_proj" not in str(planned)
+
+
 # --- many patchers -------------------------------------------------------------------------------------------------
 
 MAPPINGS = [

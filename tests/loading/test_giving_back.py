@@ -249,7 +249,7 @@ def test_a_quantized_fused_weight_raises(tmp_path: Path) -> None:
     quantization = BitsAndBytesConfig(load_in_8bit=True)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, patcher=QKV, quantization_config=quantization)
     with pytest.raises(
-        PatchedWeightsError, match=r"qkv_proj.weight .* is quantized .* scales of joined rows aren't those of each"
+        PatchedWeightsError, match=r"qkv_proj.weight .* is quantized .* its scales fit this layout only"
     ):
         model.save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()

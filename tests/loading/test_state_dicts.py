@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,14 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausalLM, LlamaModel
-from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming
+from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter, WeightRenaming
 
 from patcher import Patcher, load_original_state_dict, original_state_dict
 from patcher.layouts.carried import carriers
 from tests.compatibility.rows import ROWS, Row
 from tests.support.beside import LINEAR_EXPERTS
 from tests.support.comparing import logits
-from tests.support.tiny import build_tiny, save_tiny, tiny_llama_config, tiny_qwen2_moe_config
+from tests.support.tiny import build_tiny, save_tiny, tiny_llama_config, tiny_mixtral_config, tiny_qwen2_moe_config
 
 BY_NAME = {row.name.strip("`"): row for row in ROWS}
 rows = pytest.mark.parametrize("row", ROWS, ids=list(BY_NAME))
@@ -335,3 +336,35 @@ def test_renamed_weights_of_a_checkpoint_without_the_head(tmp_path: Path) -> Non
     other = build_tiny(config, seed=1)
     model.load_state_dict(other.state_dict())
     assert same_weights(model, other)
+
+
+class Turned(nn.Module):
+    """Experts of Mixtral whose weights are stacked from a checkpoint's in a layout of their own."""
+
+    conversion_mapping = (
+        WeightConverter(["*.w1.weight", "*.w3.weight"], ["gu"], [MergeModulelist(0), Concatenate(1), Transpose(1, 2)]),
+        WeightConverter(["*.w2.weight"], ["dn"], [MergeModulelist(0), Transpose(1, 2)]),
+    )
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        experts, outer, inner = config.num_local_experts, config.hidden_size, config.intermediate_size
+        self.gu = nn.Parameter(torch.empty(experts, outer, 2 * inner))
+        self.dn = nn.Parameter(torch.empty(experts, inner, outer))
+
+
+@pytest.mark.parametrize("filters", [(), r"w\d"], ids=["beside stock's conversions", "without stock's conversions"])
+def test_stock_s_stacks_are_loaded_into_experts_made_from_a_checkpoint_s(filters: Any, tmp_path: Path) -> None:
+    source = build_tiny(tiny_mixtral_config())
+    source.save_pretrained(tmp_path)
+    patcher = Patcher({"MixtralExperts": Turned}, filtered_weight_conversion_patterns=filters)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, patcher=patcher)
+    for load in (model.load_state_dict, partial(load_original_state_dict, model)):
+        for state_dict in (source.state_dict(), copy.deepcopy(original_state_dict(model))):
+            with torch.no_grad():
+                model.model.layers[0].mlp.experts.gu.zero_()
+            load(state_dict)
+            assert same_weights(model, source)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    with pytest.raises(RuntimeError, match=r"mlp\.experts\.gu"):
+        model.load_state_dict(source.state_dict() | {name: torch.zeros(1)})

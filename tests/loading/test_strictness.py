@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -163,9 +164,26 @@ def test_a_block_is_judged_over_all_that_was_built_in_it(llama: Path, moe: Path)
 def test_a_layer_that_is_constructed_alone_counts_in_a_block() -> None:
     with Patcher({"LlamaMLP": OwnMLP}).applied():
         assert type(LlamaMLP(tiny_llama_config())) is OwnMLP
-    text = "'LlamaMLP'; the model has no classes"
-    with pytest.raises(UnmatchedPatchError, match=text), Patcher({"LlamaMLP": OwnMLP}).applied():
+
+
+@pytest.mark.parametrize(
+    ("patcher", "part"),
+    [
+        (Patcher({"LlamaMLP": OwnMLP}), "class_mapping: 'LlamaMLP'"),
+        (Patcher(module_mapping={"**.mlp": OwnMLP}), r"module_mapping: '\*\*\.mlp'"),
+        (Patcher(fusions="qkv"), "fusions: 'qkv'"),
+    ],
+    ids=["class", "path", "fusion"],
+)
+def test_a_block_without_a_model_says_so(patcher: Patcher, part: str, llama: Path) -> None:
+    with pytest.raises(UnmatchedPatchError, match=f"{part}; no model was built in the block"), patcher.applied():
         pass
+    with (
+        ThreadPoolExecutor() as pool,
+        pytest.raises(UnmatchedPatchError, match="no model was built"),
+        patcher.applied(),
+    ):
+        pool.submit(LlamaForCausalLM.from_pretrained, llama).result()
 
 
 def test_an_error_inside_of_a_block_is_not_hidden_by_what_did_not_match() -> None:
