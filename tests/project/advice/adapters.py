@@ -8,7 +8,7 @@ from typing import Any
 from peft import LoraConfig, get_peft_model
 from transformers import BitsAndBytesConfig, MixtralForCausalLM
 
-from patcher import Patcher
+from patcher import Patcher, compare
 from patcher.fusions import QKV
 from tests.project.advice import Place, Steps, advice, load, written
 from tests.support.adapters import adapted_layers, as_peft_model, assert_close, config, new_adapter
@@ -49,3 +49,10 @@ def an_adapter_of_layers_that_a_class_has_not(at: Place) -> Steps:
     model = get_peft_model(load(at.llama, FUSED_QKV), config(target_modules=["qkv_proj", "o_proj"]))
     model.save_pretrained(at.tmp / "own")
     assert_close(logits(as_peft_model(at.llama, at.tmp / "own", patcher=FUSED_QKV)), logits(model))
+
+
+@advice("compare takes a PreTrainedModel, found a {}; pass the model inside of it, as peft_model.get_base_model().")
+def a_comparison_of_an_adapted_model(at: Place) -> Steps:
+    peft_model = as_peft_model(at.llama, adapter(at))
+    yield lambda: compare(peft_model, peft_model)
+    assert compare(peft_model.get_base_model(), peft_model.get_base_model(), stages=["outputs"], quick=True)

@@ -484,6 +484,15 @@ def a_wrapper_for_a_part(at: Place) -> Steps:
     plain(input_ids=torch.tensor([[3, 4]]))
 
 
+@advice("{}. Use these. ")
+def an_index_of_experts(at: Place) -> Steps:
+    model = MixtralForCausalLM.from_pretrained(at.moe, patcher=Patcher(fusions="sequential_experts"))
+    experts = model.model.layers[0].mlp.experts
+    said = yield lambda: experts.gate_up_proj[0]
+    named = said.partition("its values are in ")[2].partition(",")[0]
+    assert experts.get_parameter(named).shape
+
+
 @advice("Use {} of these", error=AttributeError)
 def an_attribute_of_experts(at: Place) -> Steps:
     model = MixtralForCausalLM.from_pretrained(at.moe, patcher=Patcher(fusions="sequential_experts"))

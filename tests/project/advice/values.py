@@ -59,6 +59,15 @@ def nothing_to_measure(at: Place) -> Steps:
     assert written(said, r"write (.*)$", model=at.llama, benchmark=short)
 
 
+@advice("is not a positive number; write benchmark(..., seconds=60).")
+def no_time_to_measure(at: Place) -> Steps:
+    def benchmark(*_: Any, seconds: float) -> Any:
+        return patcher.benchmark(at.llama, OWN, seconds=seconds / 30, measures=["load"], verify=False)
+
+    said = yield lambda: patcher.benchmark(at.llama, OWN, seconds=0)
+    assert written(said, r"write (.*)\.$", benchmark=benchmark)
+
+
 @advice('inputs=tokenizer(texts, return_tensors="pt").')
 def inputs_that_are_texts(at: Place) -> Steps:
     def short(inputs: Any) -> Any:
