@@ -82,16 +82,18 @@ def report(model: PreTrainedModel) -> Report:
     The report of an unpatched model says so.
 
     Args:
-        model: a model in memory, loaded, built from a config or by hand.
+        model: a model in memory, loaded, built from a config or by hand, or a wrapper of one, such as a `PeftModel`.
 
     Raises:
         InvalidPatcherError: if it isn't a module.
     """
     if not isinstance(model, nn.Module):
         raise InvalidPatcherError(f"report takes a model, found {model!r}; write report(model).")
-    record = record_of(model)
-    if record is None:
-        return Report(type(model).__name__)
+    if (record := record_of(model)) is None:
+        # in wrappers, such as those of torch.compile, PEFT and DistributedDataParallel
+        model = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+        if (record := record_of(model)) is None:
+            return Report(type(model).__name__)
     parameters = Counter[str]()
     for route in record.routes:
         for text in {describe(conversion.transform) for conversion in route.added}:
