@@ -113,7 +113,7 @@ NOT_HERE = {
     "Install a release of {} that patcher's metadata lists": "one release is installed",
     "Install them: pip install liger-kernel": "tests install nothing",
     "formatting needs ruff, which is not installed. Run `pip install ruff`.": "tests install nothing",
-    "GENERATED FILE: change the config that it is made from, not this file.": "no error: tests/codegen/test_checker",
+    "GENERATED FILE: change the {} that it is made from, not this file.": "no error: tests/codegen/test_checker",
     "Use it where there is one, or load without it.": "of kernels: needs a machine with, and one without a GPU",
     "and nothing may be fetched (offline). Pass a folder, or a config.": "needs a hub: tests/inspection/test_planning",
     "Leave it out of the fusion: its modules=... say which it takes.": "done in tests/fusions/test_own_families",
