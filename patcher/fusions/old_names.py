@@ -218,7 +218,7 @@ class Moved:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise AttributeError(f"{self._text}. It has no {name!r}: ask these")
+        raise AttributeError(f"{self._text}. It has no {name!r}: use these")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_text" in vars(self):

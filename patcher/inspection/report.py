@@ -14,6 +14,7 @@ from patcher.compat.conversions import source_patterns, used_conversions
 from patcher.display.parts import Part, Table
 from patcher.errors import InvalidPatcherError
 from patcher.inspection.parts import Patched, added_conversions, fields_of_record, routes_of_fusions
+from patcher.inspection.unseen import ORDER
 from patcher.layouts.transforms import describe
 from patcher.loading.record import record_of
 
@@ -46,7 +47,7 @@ class Report(Patched):
         used += [("kept", text, f"{count} parameters" if count else "used") for text, count in kept]
         yield from self._patched_parts("effect", used)
         # Names and shapes fit even if sources of the same shape are swapped.
-        order = ("the order in which these conversions join tensors", "patcher.verify(model, patcher)")
+        order = (ORDER, "patcher.verify(model, patcher)")
         yield Table("Not seen by a load", ("what", "seen by"), [order] if self.unchecked else [])
 
     def _headline(self) -> str:

@@ -114,7 +114,7 @@ class Verification(Judged):
     def _headline(self) -> str:
         verdict = "the same as stock" if self.passed else "NOT the same as stock"
         counts = [(self.replaced, "replaced")] if self.replaced or not self.calling else []
-        counts += [(self.calling, "with calls of replaced functions")] if self.calling else []
+        counts += [(self.calling, "calling replaced functions")] if self.calling else []
         modules = ", ".join(f"{pluralize(count, 'module')} {what}" for count, what in counts)
         return f"{self.model}: {modules}, {verdict} ({self.dtype}, {self.checkpoint}, {self.seconds:.1f} s)"
 

@@ -416,7 +416,11 @@ WRONG: list[tuple[str, list[str], str]] = [
     ),
     ("key", ["plan", "FOLDER", "--class", "my_patches:Norm"], r"takes NAME=MODULE:CLASS, found 'my_patches:Norm'"),
     ("name", ["plan", "FOLDER", "--function", "rotate_half=my_patches:turm"], r"no turm in my_patches; nearest: turn"),
-    ("like", ["plan", "FOLDER", "--class", "like:LamaRMSNorm=my_patches:Norm"], r"no modeling file of transformers"),
+    (
+        "like",
+        ["plan", "FOLDER", "--class", "like:LamaRMSNorm=my_patches:Norm"],
+        r"transformers has no class 'LamaRMSNorm'",
+    ),
     (
         "value",
         ["plan", "FOLDER", "--class", "LlamaMLP=my_patches:NUMBER"],

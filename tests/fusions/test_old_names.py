@@ -578,7 +578,7 @@ def test_the_stacks_of_experts_take_nothing(way: str, experts: Any) -> None:
 
 def test_methods_of_the_stacks_of_experts_are_refused(experts: Any) -> None:
     for name in ("copy_", "mul_", "requires_grad_", "register_hook"):
-        with pytest.raises(AttributeError, match=f"gate_up_proj is fused: .* It has no '{name}': ask these"):
+        with pytest.raises(AttributeError, match=f"gate_up_proj is fused: .* It has no '{name}': use these"):
             getattr(experts.gate_up_proj, name)
     with pytest.raises(TypeError, match="not subscriptable"):
         experts.gate_up_proj[0]

@@ -527,7 +527,7 @@ def test_a_call_that_the_original_would_not_take_either_is_not_reported() -> Non
 
 # --- what no load can see ------------------------------------------------------------------------------------------
 
-ORDER, TRANSPOSED = "the order of tensors of one shape", "whether a square weight is transposed"
+ORDER, TRANSPOSED = "the order of tensors in conversions", "whether a square weight is transposed"
 UNSEEN: dict[str, tuple[Patcher, tuple[tuple[str, tuple[str, ...]], ...]]] = {
     "stock": (Patcher(), ()),
     "fusions": (Patcher(fusions=["qkv", "gate_up"]), ()),

@@ -128,7 +128,7 @@ NOT_HERE = {
     "Have it read what the original has": "done in tests/spec/test_forward_of",
     "it can't train. Call model.eval()": "done in tests/spec/test_forward_of",
     "that its module has, or a name; write like(": "done in tests/spec/test_like",
-    "has a class of that name. Correct it, or write like('module:{}')": "done in tests/spec/test_like",
+    "begins. Correct it, or write like('module:{}')": "done in tests/spec/test_like",
     "by the patcher: class_mapping={{}: ...}, with a class of that layout": "done in tests/libraries/use_kernels",
     "Run the forward again for each, or load without the preset LIGER.": "done in tests/libraries/liger_on_cpu",
     "which a file can't refuse. Load with the patcher itself.": "done in tests/codegen/test_from_patcher",

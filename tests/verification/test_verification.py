@@ -124,7 +124,7 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 
 def test_of_functions_the_modules_that_call_them_are_counted(llama: Path) -> None:
     found = verify(llama, Patcher(function_mapping={"rotate_half": rotated}), quick=True)
-    assert str(found).startswith("LlamaForCausalLM: 2 modules with calls of replaced functions, the same as stock")
+    assert str(found).startswith("LlamaForCausalLM: 2 modules calling replaced functions, the same as stock")
 
 
 def test_two_runs_measure_the_same(llama: Path) -> None:
