@@ -145,7 +145,7 @@ def _class_hint(key: str, places: Places, classes: Mapping[str, type[nn.Module]]
             f"{', '.join(map(repr, sorted(named)))}, or give a path in module_mapping"
         )
     found = [cls for name, cls in classes.items() if key == name or (is_expression(key) and search(key, name))]
-    if replacing := [repr(cls.__name__) for cls in found if cls in replacements]:
+    if replacing := [repr(cls.__name__) for cls in found if key not in classes and cls in replacements]:
         return f": an expression leaves replacements alone; as a key of its own write {', '.join(replacing)}"
     if found:
         return (

@@ -125,7 +125,7 @@ def the_nearest_name_is_the_one_that_was_meant(at: Place) -> Steps:
 def an_expression_for_a_replacement(at: Place) -> Steps:
     mapping = {"Llama.*Norm": type("Norm", (LlamaRMSNorm,), {}), ".*RMSNorm$": LlamaRMSNorm}
     said = yield lambda: load(at.llama, Patcher(mapping))
-    key = written(said, r"as a key of its own write (.*)\n")
+    key = written(said, r"as a key of its own write ([^\n]*)\n")
     model = load(at.llama, Patcher(mapping | {key: mapping["Llama.*Norm"]}))
     assert type(model.model.norm).__name__ == "Norm"
 
