@@ -181,7 +181,7 @@ class PatcherWarning(UserWarning):
     """
 
 
-def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
+def nearest(name: str, candidates: Iterable[str], count: int = 3, cutoff: float = 0.5) -> list[str]:
     """Return the candidates most like `name`, best first.
 
     >>> nearest("LlamaMPL", ["LlamaMLP", "LlamaModel", "Linear"])[0]
@@ -190,7 +190,9 @@ def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
     by_folded: dict[str, str] = {}
     for candidate in sorted(set(candidates)):
         by_folded.setdefault(candidate.casefold(), candidate)
-    return [by_folded[match] for match in difflib.get_close_matches(name.casefold(), by_folded, n=count, cutoff=0.5)]
+    return [
+        by_folded[match] for match in difflib.get_close_matches(name.casefold(), by_folded, n=count, cutoff=cutoff)
+    ]
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
@@ -201,7 +203,7 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
 
 def no_such_name(module: str, name: str, known: Iterable[str]) -> NoSuchNameError:
     """Return the error for the `__getattr__` of a module."""
-    close = nearest(name, known, 1)
+    close = nearest(name, known, 1, cutoff=0.6)
     hint = f"write {module}.{close[0]}" if close else f"dir({module}) lists what there is"
     return NoSuchNameError(f"module {module!r} has no attribute {name!r}; {hint}.")
 

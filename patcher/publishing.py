@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import datetime
 import json
 import os
@@ -177,7 +178,9 @@ def _generated(patcher: Patcher, cls: type[PreTrainedModel], config: PretrainedC
         )
     file = f"{home.rpartition('.')[2]}.py"
     try:
-        return build(PatchConfig.from_patcher(patcher, cls, config=config, target_file=file))
+        described = PatchConfig.from_patcher(patcher, cls, config=config, target_file=file)
+        described.made_by = "patcher export, or patcher.export(model, patcher, folder)"
+        return build(described)
     except CodegenError as error:
         reason = str(error).partition(": ")[2]  # without the location of the config, which has none here
         raise CodegenError(f"no modeling file can do what the patcher does: {reason}") from error
@@ -235,7 +238,10 @@ def _changes(generated: Generated) -> tuple[str, ...]:
         f"{patch.kind.value} `{patch.target}`" + (f": {patch.description}" if patch.description else "")
         for patch in generated.patches
     ]
-    return (*texts, *(f"add `{helper.source.name}`" for helper in generated.config.helpers))
+    for helper in generated.config.helpers:
+        about = ast.get_docstring(helper.source.tree()) or ""
+        texts.append(f"add `{helper.source.name}`" + (f": {about.splitlines()[0]}" if about else ""))
+    return tuple(texts)
 
 
 def _card(exported: Exported, model: str, source: Path, patcher: Patcher, code: SourceModule, repo: str) -> str:

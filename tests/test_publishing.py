@@ -97,12 +97,22 @@ def test_the_card_says_what_differs_and_how_it_was_verified(original: Path, tmp_
     assert about == {"license": "apache-2.0", "base_model": "someone/tiny", "library_name": "transformers"}
     assert "- replace class `LlamaMLP`" in card
     assert "replace class `LlamaMLP`" in exported.changes[0]
+    code = (exported.folder / exported.modeling_file).read_text()
+    assert "# GENERATED FILE: change the patcher that it is made from, not this file.\n" in code
+    assert "# Made by: patcher export, or patcher.export(model, patcher, folder)\n" in code
     assert 'AutoModelForCausalLM.from_pretrained("own", trust_remote_code=True)' in card
     assert f"of transformers {transformers.__version__}" in card
     assert "| outputs | passed | max abs 0" in card
     assert f"torch {torch.__version__.partition('+')[0]}" in card
     unverified = patcher.export(original, MLP, tmp_path / "other", verify=False)
     assert "It was not verified." in (unverified.folder / "README.md").read_text()
+
+
+def test_helpers_of_the_file_are_explained(original: Path, tmp_path: Path) -> None:
+    exported = patcher.export(original, PATCHERS["both"], tmp_path / "own", verify=False)
+    helpers = [change for change in exported.changes if change.startswith("add `")]
+    assert "add `Refit`: Converts original tensors by `forth`" in "\n".join(helpers)
+    assert all("`: " in change for change in helpers)
 
 
 def test_several_auto_classes(original: Path, tmp_path: Path) -> None:

@@ -55,7 +55,9 @@ def config_of(model: Any, options: Options) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(model, **places)
     except Exception as error:
         hint = "Fetch its config.json again, or install the release of transformers that knows it."
-        if not Path(model).exists():
+        if "trust_remote_code" in str(error):  # transformers' own message ends with it
+            hint = "It has code of its own: if you trust that, pass trust_remote_code=True (--trust-remote-code)."
+        elif not Path(model).exists():
             hint = "There is no such folder: write the path of one that is there, or a repo that can be reached."
         elif not file.exists():
             hint = "It has no config.json: write the folder of a model; for an adapter, that of its base model."

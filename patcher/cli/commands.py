@@ -97,7 +97,8 @@ def presets(options: Any, model: str | None = None) -> Result:
 def plan(model: str, patcher: Any, options: Any) -> Result:
     """Show what a load would do, without reading a weight.
 
-    Only the config and the headers of the checkpoint are read. Exits with 1 if the load would fail.
+    Only the config and the headers of the checkpoint are read. Exits with 1 if a problem was found: if the
+    load would fail, or a call of a replacement in modeling code would.
     """
     planned = library.plan(model, patcher, **options)
     return planned, planned.ok

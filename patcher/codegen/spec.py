@@ -382,6 +382,8 @@ class PatchSpec:
         #: the Patcher that it was created from, and the patches that have its effect
         self.runtime: Any = None
         self.of_runtime: tuple[Patch, ...] = ()
+        #: the call that generates the file, if no file has the config
+        self.made_by = ""
         #: whether checkpoints of the file's models are converted by what it registers alone
         self.converts_itself = False
 

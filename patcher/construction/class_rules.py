@@ -41,7 +41,7 @@ class ClassRules:
         self.has_registry = any(entry.is_registry for entry in self.entries)
         # Key -> whether the registry has it, where names are expressions as well.
         self._keys = {key: entry.is_registry for entry in self.entries for key in entry.patcher.class_mapping}
-        self._replacements = {cls for entry in self.entries for cls in entry.patcher.class_mapping.values()}
+        self.replacements = {cls for entry in self.entries for cls in entry.patcher.class_mapping.values()}
         # Caches. The second depends on the code of the classes as it is now.
         self._matches: dict[tuple[type[nn.Module], str], Match | None] = {}
         self._likes: dict[type[nn.Module], list[Like]] = {}
@@ -71,7 +71,7 @@ class ClassRules:
     def _key(self, entry: InForce, cls: type[nn.Module]) -> str | None:
         mapping = entry.patcher.class_mapping
         # Expressions and likes mean modeling code, not the replacements.
-        if cls in self._replacements:
+        if cls in self.replacements:
             return cls.__name__ if cls.__name__ in mapping else None
         key = find_key(cls.__name__, mapping, names_too=entry.is_registry)
         return find_like(cls, mapping, self._likes_of(cls)) if key is None else key

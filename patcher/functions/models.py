@@ -47,7 +47,8 @@ _IN_PLACE_OF_EAGER = "write function_mapping={'eager_attention_forward': functio
 _UNDER_A_NAME = (
     "in place of the function_mapping give your function a name that loads may choose, with masks: transformers."
     "AttentionInterface.register('mine', function), transformers.AttentionMaskInterface.register('mine', "
-    "ALL_MASK_ATTENTION_FUNCTIONS['eager']), whose masks are to be added, and attn_implementation='mine'"
+    "transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS['eager']), whose masks are to be added, and "
+    "attn_implementation='mine'"
 )
 
 
@@ -147,7 +148,10 @@ class _Search:
                     yield reference.name, f": what calls it, {name}, is itself replaced"
             if key not in self.called:
                 default, argument, value = self.chosen.get(key, next(iter(self.chosen.values())))
-                hint = f" under {argument}={value!r}: load the model with {argument}='eager'"
+                hint = (
+                    f" under {argument}={value!r}: load the model with {argument}='eager' (in Python; commands have "
+                    "no such option)"
+                )
                 if default != name:
                     hint = f", for nothing calls {default}{hint}"
                 elif argument == "attn_implementation":

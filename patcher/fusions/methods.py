@@ -104,7 +104,7 @@ def _source_of(code: CodeType) -> tuple[str, ast.FunctionDef] | str:
     body = ast.parse(source).body
     node = body[0] if len(body) == 1 else None
     if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
-        return f"the source of {code.co_name} can't be read (it isn't a function)"
+        return f"the source of {code.co_name} can't be read (it isn't written as a def)"
     if free_variables := [variable for variable in code.co_freevars if variable != "__class__"]:
         return f"{code.co_name} uses {', '.join(free_variables)} of the function around it"
     compiled = _compiled("".join(lines), code.co_filename, code.co_flags & __future__.annotations.compiler_flag)

@@ -87,7 +87,7 @@ class SequentialExperts(Fusion):
         if reason := self.refusal(module) or surroundings.sharing(path, module, "the module"):
             # Other modules with three-dimensional parameters mostly have position embeddings.
             is_told = "expert" in path.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower()
-            return Decision(refusal=reason, is_told=is_told)
+            return Decision(refusal=reason if is_told else f"if it has experts: {reason}", is_told=is_told)
         return Decision(tuple(self.layouts(module)))
 
 

@@ -77,7 +77,8 @@ def _rewritten(original: type[nn.Module], fused: Any) -> _Body:
     """Return the members that a generated file has for a fused class, without an `__init__` that can't be written."""
     texts = list(fused._rewritten.values())
     if hasattr(fused, "_joined"):
-        config, module = PatchConfig(original.__module__, "of_one_class.py"), sys.modules[original.__module__]
+        # Only its patches are used. The folder of remote code, a hash, may have a name that a config can't have.
+        config, module = PatchConfig("of_one_class", "of_one_class.py"), sys.modules[original.__module__]
         with suppress(CodegenError):
             layers = FusedLayers(config, ModuleText(module), {}, {}, lambda *_: None)
             text = layers.joined_init(original, fused._joined)

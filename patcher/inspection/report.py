@@ -14,6 +14,7 @@ from patcher.compat.conversions import source_patterns, used_conversions
 from patcher.display.parts import Part, Table
 from patcher.errors import InvalidPatcherError
 from patcher.inspection.parts import Patched, added_conversions, fields_of_record, routes_of_fusions
+from patcher.inspection.unseen import ORDER
 from patcher.layouts.transforms import describe
 from patcher.loading.record import record_of
 
@@ -46,7 +47,7 @@ class Report(Patched):
         used += [("kept", text, f"{count} parameters" if count else "used") for text, count in kept]
         yield from self._patched_parts("effect", used)
         # Names and shapes fit even if sources of the same shape are swapped.
-        order = ("the order in which these conversions join tensors", "patcher.verify(model, patcher)")
+        order = (ORDER, "patcher.verify(model, patcher)")
         yield Table("Not seen by a load", ("what", "seen by"), [order] if self.unchecked else [])
 
     def _headline(self) -> str:
@@ -82,16 +83,18 @@ def report(model: PreTrainedModel) -> Report:
     The report of an unpatched model says so.
 
     Args:
-        model: a model in memory, loaded, built from a config or by hand.
+        model: a model in memory, loaded, built from a config or by hand, or a wrapper of one, such as a `PeftModel`.
 
     Raises:
         InvalidPatcherError: if it isn't a module.
     """
     if not isinstance(model, nn.Module):
         raise InvalidPatcherError(f"report takes a model, found {model!r}; write report(model).")
-    record = record_of(model)
-    if record is None:
-        return Report(type(model).__name__)
+    if (record := record_of(model)) is None:
+        # in wrappers, such as those of torch.compile, PEFT and DistributedDataParallel
+        model = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+        if (record := record_of(model)) is None:
+            return Report(type(model).__name__)
     parameters = Counter[str]()
     for route in record.routes:
         for text in {describe(conversion.transform) for conversion in route.added}:

@@ -13,7 +13,7 @@ from patcher.loading.routes import Route
 #: (what may be wrong, the parameters concerned)
 Unseen = tuple[tuple[str, tuple[str, ...]], ...]
 
-_ORDER = "the order of tensors of one shape"
+ORDER = "the order of tensors in conversions"
 _TRANSPOSED = "whether a square weight is transposed"
 
 
@@ -29,14 +29,14 @@ def unseen(
         parameters: the parameters of the model, by name.
     """
     replaced = {module.path for module in record.replaced}
-    ambiguous: dict[str, list[str]] = {_ORDER: [], _TRANSPOSED: []}
+    ambiguous: dict[str, list[str]] = {ORDER: [], _TRANSPOSED: []}
     for route in routes:
         names = route.parameters
         ancestors = (path for name in names for path in ("", *accumulate(name.split("."), "{}.{}".format)))
         if not route.added and replaced.isdisjoint(ancestors):
             continue
         if _have_equal_shapes(route.keys, tensors) or _have_equal_shapes(names, parameters):
-            ambiguous[_ORDER] += names
+            ambiguous[ORDER] += names
         shapes = ((name, tuple(parameters[name].shape)) for name in names if name in parameters)
         square = (name for name, shape in shapes if len(shape) in (2, 3) and shape[-1] == shape[-2] > 1)
         ambiguous[_TRANSPOSED] += square  # matrices, or stacks of matrices

@@ -248,10 +248,11 @@ def _unsupported(what: str, advice: str) -> InvalidPatcherError:
 def check_can_be_copied(model: Any) -> None:
     """Raise for anything that a copy would lack, or would wrongly share with the given model."""
     if not isinstance(model, PreTrainedModel):
-        raise InvalidPatcherError(
-            f"Patcher.apply takes a model of transformers, found {type(model).__name__}; "
-            "take the model out of its wrapper."
-        )
+        advice = "load one, and write patcher.apply(model)"
+        if isinstance(model, nn.Module):
+            advice = "take the model out of its wrapper"
+        found = type(model).__name__
+        raise InvalidPatcherError(f"Patcher.apply takes a model of transformers, found {found}; {advice}.")
     if getattr(model, "hf_quantizer", None) is not None:
         raise _unsupported("a quantized model: its weights can't be restored", "Load it again with patcher=...")
     again = "Load it again with patcher=..., device_map=..."

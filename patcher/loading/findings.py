@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -100,7 +100,8 @@ def outcome_of_modules(
     for entry in construction.rules.entries:
         patcher = entry.patcher
         for group in required_groups(patcher.class_mapping, patcher.alternatives):
-            unused[entry, "class_mapping", group] = partial(_unmatched_classes, group, places, classes)
+            explain = partial(_unmatched_classes, group, places, classes, construction.rules.replacements)
+            unused[entry, "class_mapping", group] = explain
         for key in patcher.module_mapping:
             unused[entry, "module_mapping", (key,)] = partial(_unmatched_path, "module_mapping:", key, places)
         for fusion in patcher.fusions:
@@ -131,12 +132,14 @@ def _nothing_built(field: str, keys: Sequence[Any]) -> str:
     return f"{field}: {key!r}; no model was built in the block, in the thread or task that has entered it"
 
 
-def _unmatched_classes(group: tuple[str, ...], places: Places, classes: Mapping[str, type[nn.Module]]) -> str:
+def _unmatched_classes(
+    group: tuple[str, ...], places: Places, classes: Mapping[str, type[nn.Module]], replacements: Container[Any]
+) -> str:
     key, keys = group[0], f"{'any of ' if len(group) > 1 else ''}{', '.join(map(repr, group))}"
-    return f"class_mapping: no class of the model matches {keys}{_class_hint(key, places, classes)}"
+    return f"class_mapping: no class of the model matches {keys}{_class_hint(key, places, classes, replacements)}"
 
 
-def _class_hint(key: str, places: Places, classes: Mapping[str, type[nn.Module]]) -> str:
+def _class_hint(key: str, places: Places, classes: Mapping[str, type[nn.Module]], replacements: Container[Any]) -> str:
     """Return what the key of a class was probably meant to be."""
     if isinstance(key, Like):
         close = nearest(key.target.rpartition(":")[2], classes, 1)
@@ -148,10 +151,14 @@ def _class_hint(key: str, places: Places, classes: Mapping[str, type[nn.Module]]
             ": a key is the bare name of a class, which is replaced wherever it is; write "
             f"{', '.join(map(repr, sorted(named)))}, or give a path in module_mapping"
         )
-    if key in classes or (is_expression(key) and any(search(key, name) for name in classes)):
+    found = [cls for name, cls in classes.items() if key == name or (is_expression(key) and search(key, name))]
+    if replacing := [repr(cls.__name__) for cls in found if key not in classes and cls in replacements]:
+        return f": an expression leaves replacements alone; as a key of its own write {', '.join(replacing)}"
+    if found:
         return (
             ": the model has it, but not from modeling code: what that takes from torch's own namespace, `nn.Linear`, "
-            "and what a replacement builds in its own code, is left alone. Replace the class that builds it"
+            "and what a replacement builds in its own code, is left alone. Replace the class that builds it, or give "
+            "a path in module_mapping"
         )
     return f"; {suggest(key, classes, 'classes')}"
 

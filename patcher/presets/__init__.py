@@ -64,7 +64,7 @@ def __dir__() -> list[str]:
 
 
 def describe(name: str) -> str:
-    """Return the description of a preset: what it does, for whom, and what was measured.
+    """Return the description of a preset: what it does, what it gains, and what was measured.
 
     >>> print(describe("MIXTRAL_LINEAR_EXPERTS").splitlines()[0])
     Each expert as plain linear layers, which quantizers find.
@@ -78,7 +78,7 @@ def describe(name: str) -> str:
         texts = [inspect.cleandoc(kernels.__doc__ or "")]
     else:
         family, model = _PRESETS[name]
-        texts = [family.does, *([ABOUT[model]] if model in ABOUT else []), family.about]
+        texts = [family.does, family.about, *([ABOUT[model]] if model in ABOUT else [])]
     return "\n\n".join([*texts, f"`patcher bench MODEL --preset {name}` measures it on your machine."])
 
 

@@ -25,12 +25,11 @@ class Family(NamedTuple):
 
 
 _PROJECTIONS = """\
-One large product has less overhead than two or three small ones, and it is one layer to quantize, shard or calibrate:
-for decoding on one device, or quantization and calibration by layer. The gain on two CPU cores is small: a decoding
-step of SmolLM2-135M in bfloat16 takes 0.95 of stock's time, and one of a 1B Llama as long as stock's.
+What it gains: one layer in place of two or three to quantize, calibrate or shard, and a little speed where products
+are small: on two CPU cores, in bfloat16, a decoding step of SmolLM2-135M for one row takes 0.95 of stock's time. For 8
+or 32 rows, and with a 1B Llama, it is as fast as stock.
 
-Outputs are within 1e-5 of stock in float32, checkpoints the same byte for byte, grouped heads included.
-`python -m tests.benchmarks.bench_projections` measures it on your machine."""
+Outputs are within 1e-5 of stock in float32, checkpoints the same byte for byte, grouped heads included."""
 FAMILIES = (
     Family(
         "LINEAR_EXPERTS",
@@ -65,8 +64,7 @@ quantizers and adapters of linear layers support. If patches are cut beforehand,
 faster, for many images or videos: for 1024 patches 2.6 times as fast as Conv3d on two CPU cores in float32, and 4 to
 8 times with the backward pass. Whole images are convolved as before, with the same weight.
 
-Outputs are within 1e-5 of stock in float32, checkpoints the same byte for byte.
-`python -m tests.benchmarks.bench_patch_embeddings` measures both forms on your machine.""",
+Outputs are within 1e-5 of stock in float32, checkpoints the same byte for byte.""",
         {
             "CLIP": {"CLIPVisionEmbeddings": "0727acccea5476d9 6fb2b3b150ac83f8"},
             "GLM4V": {
@@ -110,16 +108,16 @@ Outputs are within 1e-5 of stock in float32, checkpoints the same byte for byte.
     ),
 )
 
-_WHERE = "with one thread of a shared AMD EPYC, in float32, torch 2.13.0"
+_BY = "(`patcher.benchmark`, with one thread of a shared AMD EPYC, in float32, torch 2.13.0)"
 _AS_FAST = "For quantizers and adapters. Its inputs are whole images, which are convolved as in stock: it is as fast."
 #: model -> notes on its preset, measurements included
 ABOUT = {
     "DEEPSEEK_V3": "Linear layers hold 2 % of the 671 B weights of DeepSeek-V3 without it, 99.8 % with it.",
     "GPT_OSS": "Linear layers hold 1 % of the 117 B weights of gpt-oss-120b without it, 99.5 % with it.",
     "MIXTRAL": "Linear layers hold 3 % of the 47 B weights of Mixtral-8x7B without it, 99.7 % with it.\n\n"
-    "Measured by `patcher.benchmark` on a Mixtral of four layers and four experts, built from SmolLM2's weights, "
-    f"{_WHERE}: in 6 rounds no difference of prompts and decoding together (decoding eight rows 1.07 of stock's "
-    "time); loading 0.51 and memory 0.56 of stock's.",
+    "Prompts and decoding together of a Mixtral of four layers and four experts, built from SmolLM2's weights, are as "
+    "fast as stock, decoding eight rows takes 1.07 of its time, a load 0.51 of its time and 0.56 of its memory "
+    f"{_BY}.",
     "OLMOE": "Linear layers hold 3 % of the 13 B weights of its default config without it, 99 % with it.",
     "QWEN2_MOE": "Linear layers hold 11 % of the 14 B weights of Qwen1.5-MoE-A2.7B without it, 98 % with it.",
     "QWEN3_MOE": "Linear layers hold 4 % of the 15 B weights of its default config without it, 98 % with it.",
@@ -131,12 +129,12 @@ ABOUT = {
     "SIGLIP": _AS_FAST,
     "VIT": _AS_FAST,
     "GEMMA3": "In the vision-language model the attention of the vision tower is fused as well.",
-    "LLAMA": f"Measured by `patcher.benchmark` on SmolLM2-135M {_WHERE}: in 11 rounds no difference of prompts and "
-    "decoding, of the whole and of its parts; loading 1.33 and memory 1.12 of stock's, which only maps the file.",
+    "LLAMA": "In float32 prompts and decoding of SmolLM2-135M are as fast as stock, and a load takes 1.33 of its time "
+    f"and 1.12 of its memory, since stock only maps the file {_BY}.",
     "QWEN2": "Queries, keys and values have biases, which are joined as well.",
     "QWEN3": "The norms of queries and keys come after the split.",
     "BERT": "Cross attention, where keys and values have another input, is left alone.\n\n"
-    f"Measured by `patcher.benchmark` on all-MiniLM-L6-v2 {_WHERE}: in 31 rounds no difference of inference and "
-    "training together (one row of 32 tokens 1.05 of stock's time); loading 1.17 and memory 1.15 of stock's.",
+    "Inference and training of all-MiniLM-L6-v2 together are as fast as stock, one row of 32 tokens takes 1.05 of its "
+    f"time, a load 1.17 of its time and 1.15 of its memory {_BY}.",
     "PHI": "Its MLP has no gate.",
 }

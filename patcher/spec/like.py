@@ -107,8 +107,8 @@ def like(target: str | type | Callable[..., Any]) -> Like:
         )
     if ":" not in name and not home_of(name):
         raise InvalidPatcherError(
-            f"like: no modeling file of transformers whose model {name!r} begins with has a class of that name. "
-            f"Correct it, or write like('module:{name}'), as a function needs it."
+            f"like: transformers has no class {name!r}: not in the modeling files of models with which this name "
+            f"begins. Correct it, or write like('module:{name}'), as a function needs it."
         )
     return Like(PREFIX + name)
 

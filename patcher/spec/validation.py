@@ -75,9 +75,10 @@ def _function_item(field: str, key: Any, function: Any) -> Any:
             "'apply_rotary_pos_emb' or 'transformers.models.llama.modeling_llama:apply_rotary_pos_emb'."
         )
     if not callable(function) or isinstance(function, type | nn.Module) or type(function).__hash__ is None:
+        kind = "a function that has a hash" if callable(function) and not isinstance(function, type) else "a function"
         raise InvalidPatcherError(
-            f"{field}[{key!r}] must be a function that has a hash, found {function!r} ({type(function).__name__}); "
-            "write a function with the parameters of the one that it replaces. Classes belong into class_mapping, by "
+            f"{field}[{key!r}] must be {kind}, found {function!r} ({type(function).__name__}); "
+            "write a function with the parameters of the one that it replaces. Classes belong in class_mapping, by "
             "their names."
         )
     return function

@@ -166,7 +166,7 @@ class Run:
             for path, value in values.items():
                 head, dot, name = path.rpartition(".")
                 setattr(parts[head + dot], name, value)
-            # Beside a config, options that belong into it would be taken for arguments of the model.
+            # Beside a config, options that belong in it would be taken for arguments of the model.
             sides = [
                 replace(side, options={key: item for key, item in side.options.items() if not hasattr(config, key)})
                 for side in sides

@@ -51,7 +51,7 @@ def generated(project: Path) -> Path:
 
 def test_no_drift(generated: Path) -> None:
     assert [str(result) for result in check()] == ["configs/one/one_patch_gen_config.py: ok"]
-    assert run("--check") == (0, "configs/one/one_patch_gen_config.py: ok\n1 checked, 0 to fix\n")
+    assert run("--check") == (0, "configs/one/one_patch_gen_config.py: ok\n1 checked\n")
 
 
 def test_an_edited_file_drifts_and_is_fixed(generated: Path) -> None:
@@ -293,11 +293,11 @@ TYPED: list[tuple[str, int, str]] = [
     ("{config} -v --diff", 0, "  replace function f: more\nwrote {file} and patched_modeling_checked.diff\n"),
     ("{config} -o elsewhere -c config", 0, "wrote elsewhere/patched_modeling_checked.py\n"),
     ("--all --dry-run", 0, "would leave as it is {file} ("),
-    ("--check", 0, "{config}: ok\n1 checked, 0 to fix\n"),
+    ("--check", 0, "{config}: ok\n1 checked\n"),
     ("edit", 0, ""),
     ("--check", 1, "-    return 0\n+    return x + 1\n"),
-    ("--check --fix", 0, "{config}: fixed\n1 checked, 0 to fix\n"),
-    ("{config} --check", 0, "{config}: ok\n1 checked, 0 to fix\n"),
+    ("--check --fix", 0, "{config}: fixed\n1 checked\n"),
+    ("{config} --check", 0, "{config}: ok\n1 checked\n"),
     ("--all --diff --verbose", 0, "wrote {file} and patched_modeling_checked.diff\n"),
     (
         "{config} --config-name other",

@@ -197,6 +197,17 @@ def test_the_header_is_shortened_step_by_step(place: Callable[..., str], count: 
     assert len(recorded(text)) == count
 
 
+def test_the_header_counts_the_longest_kind_of_changes_first(place: Callable[..., str]) -> None:
+    names = [f"Class{number}" for number in range(60)]
+    config = PatchConfig(place("".join(f"class {name}:\n    def f(self): ...\n\n\n" for name in names)), "out.py")
+    for name in names[:2]:
+        config.replace_class(name, f"class {name}:\n    pass")
+    for name in names[2:]:
+        config.override_method(f"{name}.f", "def f(self):\n    return 2")
+    header = " ".join(generate(config).partition("# ---")[2].partition("# ---")[0].replace("#", " ").split())
+    assert "Differs: replace class Class0, Class1; override method (58 times)" in header
+
+
 def test_an_external_patch_of_a_method(place: Callable[..., str], tmp_path: Path) -> None:
     module = place("class A:\n    def f(self):\n        return 1\n")
     config = PatchConfig(module, "out.py")

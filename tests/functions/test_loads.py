@@ -341,7 +341,8 @@ def test_a_name_means_every_function_of_that_name(tmp_path: Path) -> None:
         (
             {"eager_attention_forward": functions.counted_eager},
             r"nothing in the modeling code calls 'eager_attention_forward' under attn_implementation='sdpa': load the "
-            r"model with attn_implementation='eager'; or .* transformers\.AttentionInterface\.register\('mine', ",
+            r"model with attn_implementation='eager' \(in Python; .*\); or "
+            r".* transformers\.AttentionInterface\.register\('mine', ",
         ),
         (
             {f"{LLAMA}:eager_attention_forward": functions.counted_eager},
@@ -350,7 +351,7 @@ def test_a_name_means_every_function_of_that_name(tmp_path: Path) -> None:
         (
             {"repeat_kv": lambda hidden_states, n_rep: hidden_states},
             r"calls 'repeat_kv', for nothing calls eager_attention_forward under attn_implementation='sdpa': load .*"
-            r"attn_implementation='eager'$",
+            r"attn_implementation='eager' \(in Python; commands have no such option\)$",
         ),
     ],
 )

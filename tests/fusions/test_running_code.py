@@ -378,7 +378,7 @@ def test_a_function_without_source_is_refused() -> None:
 
     with pytest.raises(NotUnderstoodError, match="the source of forward can't be read"):
         read_function(scope["Odd"].forward)
-    with pytest.raises(NotUnderstoodError, match=r"the source of <lambda> can't be read \(it isn't a function\)"):
+    with pytest.raises(NotUnderstoodError, match=r"the source of <lambda> can't be read .*as a def"):
         read_function(forward)
     odd = scope["Odd"]()
     odd.q_proj, odd.k_proj, odd.v_proj = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)

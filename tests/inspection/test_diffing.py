@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 from torch import nn
-from transformers import Data2VecVisionConfig, LlamaForCausalLM, LlamaModel
+from transformers import AutoConfig, AutoModelForCausalLM, Data2VecVisionConfig, LlamaForCausalLM, LlamaModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from patcher import Diff, InvalidPatcherError, Patcher, diff
 from patcher.codegen import PatchConfig, generate
 from tests.support import shared
+from tests.support.remote_code import remote_code_model
 from tests.support.replacements import JOINED, OWN, OtherMLP, OwnMLP, OwnNorm
 from tests.support.tiny import (
     build_tiny,
@@ -384,6 +385,20 @@ def test_without_a_patcher_a_loaded_model_tells_its_own(folder: Path) -> None:
 def test_what_means_nothing_raises(arguments: Any, message: str) -> None:
     with pytest.raises(InvalidPatcherError, match=message):
         diff(*arguments)
+
+
+def test_remote_code_in_a_folder_whose_name_begins_with_a_digit_has_a_diff(tmp_path: Path) -> None:
+    """transformers names the folder by a hash of the code."""
+    folder = remote_code_model(tmp_path / "remote")
+    text = (folder / "modeling_tiny_remote.py").read_text()
+    for comment in range(100):
+        (folder / "modeling_tiny_remote.py").write_text(f"{text}# {comment}\n")
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+        if type(model).__module__.split(".")[-2][0].isdigit():
+            break
+    (entry,) = diff(folder, Patcher(fusions="gate_up"), trust_remote_code=True).classes
+    assert "+        self.gate_up_proj = " in entry.text
 
 
 # --- how it is shown -----------------------------------------------------------------------------------------------

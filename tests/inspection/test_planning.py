@@ -53,6 +53,7 @@ from tests.support.replacements import (
 )
 from tests.support.sampling import sampled
 from tests.support.tiny import (
+    build_tiny,
     remote_code_model,
     save_tiny,
     tiny_bert_config,
@@ -443,6 +444,15 @@ def test_a_checkpoint_in_a_fused_layout_is_planned_in_that(folders: Callable[[st
     assert planned.conversions_added[0][1] == ()  # it has nothing to do
 
 
+def test_a_variant_in_shards_is_planned_as_it_is_loaded(tmp_path: Path) -> None:
+    build_tiny(tiny_llama_config()).save_pretrained(tmp_path / "fp16", variant="fp16", max_shard_size="20KB")
+    assert not held(tmp_path / "fp16", AutoModelForCausalLM, Patcher(fusions="qkv"), variant="fp16")[0].missing
+    fused = AutoModelForCausalLM.from_pretrained(tmp_path / "fp16", variant="fp16", patcher=Patcher(fusions="qkv"))
+    fused.save_pretrained(tmp_path / "fused", save_original_format=False, max_shard_size="20KB")
+    assert (tmp_path / "fused" / "model.safetensors.index.patcher.json").is_file()
+    assert len(held(tmp_path / "fused", AutoModelForCausalLM, OWN)[0].fused) == 2
+
+
 @pytest.mark.parametrize("key", ["TinyRemoteMLP", "TinyRemoteMPL"])
 def test_remote_code_is_planned_as_it_is_loaded(key: str, tmp_path: Path) -> None:
     folder = remote_code_model(tmp_path)
@@ -525,7 +535,7 @@ def test_a_call_that_the_original_would_not_take_either_is_not_reported() -> Non
 
 # --- what no load can see ------------------------------------------------------------------------------------------
 
-ORDER, TRANSPOSED = "the order of tensors of one shape", "whether a square weight is transposed"
+ORDER, TRANSPOSED = "the order of tensors in conversions", "whether a square weight is transposed"
 UNSEEN: dict[str, tuple[Patcher, tuple[tuple[str, tuple[str, ...]], ...]]] = {
     "stock": (Patcher(), ()),
     "fusions": (Patcher(fusions=["qkv", "gate_up"]), ()),

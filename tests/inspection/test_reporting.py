@@ -232,6 +232,14 @@ def test_a_stock_model_says_so(llama: Path) -> None:
     assert "not patched" in said._repr_html_()
 
 
+@pytest.mark.parametrize("wrap", [torch.compile, lambda model: nn.Sequential(model), nn.DataParallel])
+def test_in_a_wrapper_the_model_reports(wrap: Any, llama: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(llama, patcher=OWN)
+
+    assert report(wrap(model)) == report(model)
+    assert str(report(wrap(LlamaForCausalLM.from_pretrained(llama)))) == "LlamaForCausalLM: not patched"
+
+
 def test_a_sub_model_reports_on_itself(llama: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(llama, patcher=OWN)
 

@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, WeightConverter
 from transformers.core_model_loading import Concatenate
 
-from patcher import Patcher
+from patcher import Patcher, report
 from patcher.codegen import PatchConfig, write
 from tests.support import fresh, shared
 from tests.support.beside import FUSED_QKV, LINEAR_EXPERTS, count
@@ -53,6 +53,7 @@ def trained(folder: Path, patched: Patcher, targets: list[str]) -> Any:
     changed = {name for name, value in adapted.named_parameters() if not torch.equal(value, before[name])}
     assert changed
     assert all("lora_" in name for name in changed)
+    assert report(adapted) == report(adapted.get_base_model())  # that of the model in the wrapper
     return adapted
 
 

@@ -287,6 +287,9 @@ def test_it_is_named_pinned_and_described(name: str) -> None:
     assert f"patcher bench MODEL --preset {name}" in text
     assert len(text.splitlines()) >= 3
     assert text.splitlines()[1] == ""
+    assert "python -m tests" not in text  # not installed
+    if name.endswith("FUSED_PROJECTIONS"):
+        assert text.split("\n\n")[1].startswith("What it gains: one layer in place of two or three")
     if name in CASES:
         preset = getattr(presets, name)
         assert isinstance(preset, Patcher)

@@ -293,7 +293,7 @@ def test_it_is_a_frozen_value() -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("LlamaRMSNrm", "no modeling file of transformers whose model 'LlamaRMSNrm' begins with has a class"),
+        ("LlamaRMSNrm", "transformers has no class 'LlamaRMSNrm': not in the modeling files"),
         ("apply_rotary_pos_emb", r"write like\('module:apply_rotary_pos_emb'\)"),
         ("Llama.*Norm", r"'Llama\.\*Norm' is not a class or .*, or a name; write like\('LlamaRMSNorm'\)"),
         (functools.partial(print), "is not a class or function that its module has"),

@@ -174,6 +174,7 @@ def test_repr_reads_like_the_call() -> None:
             {"function_mapping": {"rotate_half": Unhashable()}},
             "must be a function that has a hash, found .*able",
         ),
+        ({"function_mapping": {"rotate_half": 3}}, r"must be a function, found 3 \(int\)"),
         ({"fusions": "no_such_family"}, "fusions: 'no_such_family' isn't a fusion; "),
         ({"fusions": [Family]}, r"write an object of it, Family\(\)"),
         ({"fusions": [One]}, "write a name .* or an object of a Fusion subclass"),

@@ -299,8 +299,8 @@ class FusedLayers:
 
     def _unreadable(self, original: type) -> CodegenError:
         return self.described.refusal(
-            f"{original.__name__}.__init__ doesn't build what is fused line by line, by self.<name> = nn.Linear(...) "
-            "and the like, so that a file can't build something else"
+            f"{original.__name__}.__init__ doesn't build each fused layer in a line of its own, such as self.<name> = "
+            "nn.Linear(...), so a file can't build the fused layer in their place"
         )
 
     def _join_lines(self, original: type, init: ast.FunctionDef, joined: Joined) -> list[Edit]:

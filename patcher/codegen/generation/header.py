@@ -33,15 +33,21 @@ _AT_PATCH = re.compile(rf"^[ \t]*# (?:from .+:\d+, )?in place of {_ENTRY.pattern
 def render_header(config: PatchSpec, source: SourceModule, changes: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the lines of the header, without times and paths of a machine, so that equal input gives equal text.
 
-    Each change is named once; its reason is given at its place. If there are too many to name, they are counted.
+    Each change is named once; its reason is given at its place. If there are too many to name, kinds of changes are
+    counted: those without fingerprints first, then the longest.
     """
     version = f" ({source.version})" if source.version else ""
     about = textwrap.shorten(config.description, 2 * (_WIDTH - 9))
-    lines = ["GENERATED FILE: change the config that it is made from, not this file."]
+    origin = "patcher" if config.made_by else "config"
+    lines = [f"GENERATED FILE: change the {origin} that it is made from, not this file."]
     for label, text in (("Source:", f"{source.name}{version}"), ("About:", about), ("Made by:", made_by(config))):
         lines += _wrapped(label, text)
-    without_fingerprints = {verb for verb, names in changes.items() if not any("~" in name for name in names)}
-    for counted in (set[str](), without_fingerprints, set(changes)):
+
+    def importance(verb: str) -> tuple[bool, int]:
+        return any("~" in name for name in changes[verb]), -len(", ".join(changes[verb]))
+
+    verbs = sorted(changes, key=importance)
+    for counted in (verbs[:count] for count in range(len(verbs) + 1)):
         listed = {
             verb: f"({len(names)} times)" if verb in counted and len(names) > 1 else ", ".join(names)
             for verb, names in changes.items()
@@ -98,7 +104,9 @@ def without_banner(text: str) -> str:
 
 
 def made_by(config: PatchSpec) -> str:
-    """Return the command that generates the file, as run from the root of the config's project."""
+    """Return the command that generates the file, as run from the root of the config's project, or the call."""
+    if config.made_by:
+        return config.made_by
     if not config.config_module or (config.config_module == "__main__" and not Path(config.config_file).is_file()):
         return "patcher.codegen.write(config)"
     return f"patcher codegen {config_path(config.config_file)}"

@@ -27,11 +27,18 @@ def computes_the_same(one: Any, other: Any) -> bool:
     return torch.allclose(one.eval()(**inputs).logits, other.eval()(**inputs).logits, atol=1e-5)
 
 
-@advice("take the model out of its wrapper.")
+@advice("take the model out of its wrapper")
 def a_wrapped_model(at: Place) -> Steps:
     wrapped = nn.Sequential(load(at.llama))
     yield lambda: Patcher(fusions="qkv").apply(wrapped)  # type: ignore[arg-type]
     assert same(Patcher(fusions="qkv").apply(wrapped[0]), at.llama)  # type: ignore[arg-type]
+
+
+@advice("load one, and write patcher.apply(model)")
+def no_model(at: Place) -> Steps:
+    for value in ([1], str(at.llama)):
+        yield lambda value=value: QKV.apply(value)  # type: ignore[arg-type, misc]
+    assert same(QKV.apply(load(at.llama)), at.llama)
 
 
 @advice("Load it again with patcher=...")

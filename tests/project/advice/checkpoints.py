@@ -15,6 +15,7 @@ import patcher
 from patcher import Patcher
 from tests.project.advice import OwnMLP, Place, Steps, advice, load, same, written
 from tests.project.advice.loads import PARTS, changed
+from tests.support.remote_code import remote_code_model
 from tests.support.replacements import JOINED
 
 OWN = Patcher(fusions="gate_up")
@@ -84,6 +85,14 @@ def files_that_are_broken(at: Place) -> Steps:
         shutil.copy(source / file.name, file)  # fetched again
         assert patcher.plan(folder, OWN).ok
         assert same(load(folder, OWN), at.llama)
+
+
+@advice("It has code of its own: if you trust that, pass trust_remote_code=True (--trust-remote-code).")
+def code_that_is_not_trusted(at: Place) -> Steps:
+    folder = remote_code_model(at.tmp / "remote")
+    said = yield lambda: patcher.plan(folder, OWN, trust_remote_code=False)
+    trusted = written(said, r"pass trust_remote_code=(\w+)")
+    assert patcher.plan(folder, OWN, trust_remote_code=trusted).ok
 
 
 @advice("checkpoint= maps keys to shapes, found {} for {} ({}); write {{}: (64, 64)}.")

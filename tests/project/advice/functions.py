@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import LlamaForCausalLM, masking_utils
+from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from patcher import Patcher, report
@@ -53,9 +53,9 @@ def a_function_in_a_table(at: Place) -> Steps:
 
 def own_attention_under_a_name(at: Place, said: str) -> None:
     """What is advised gives the outputs of stock, with padding too: nothing registers masks by itself."""
-    lines = re.findall(r"transformers\.(\w+)\.register\('mine', (\w+(?:\['\w+'\])?)\)", said)
+    lines = re.findall(r"transformers\.(\w+)\.register\('mine', ([\w.]+(?:\['\w+'\])?)\)", said)
     for interface, value in lines:
-        function = eval(value, vars(masking_utils) | {"function": functions.counted_eager})
+        function = eval(value, {"transformers": transformers, "function": functions.counted_eager})
         getattr(transformers, interface).register("mine", function)
     ids, mask = torch.tensor([[3, 4, 5]]), torch.tensor([[0, 1, 1]])
     functions.CALLS.clear()
@@ -69,7 +69,7 @@ def own_attention_under_a_name(at: Place, said: str) -> None:
 
 
 @advice(
-    " under {}={}: load the model with {}='eager'",
+    " under {}={}: load the model with {}='eager' (in Python; commands have no such option)",
     "in place of the function_mapping give your function a name that loads may choose, with masks: transformers.",
 )
 def a_function_that_the_chosen_attention_does_not_call(at: Place) -> Steps:

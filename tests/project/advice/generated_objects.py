@@ -80,7 +80,7 @@ def a_config_with_some_of_the_biases(at: Place) -> Steps:
     text = generate(PatchConfig(LLAMA, "biased.py"))
     with own_module(at, text.replace("bias=config.attention_bias", "bias=config.bias_of_q", 1)) as stock:
         said = yield lambda: file_of(FUSED, stock.LlamaForCausalLM, without)
-        assert "LlamaAttention.__init__ doesn't build what is fused line by line" in said
+        assert "LlamaAttention.__init__ doesn't build each fused layer in a line of its own" in said
         folder = save_tiny(some, at.tmp / "biased", model_class=stock.LlamaForCausalLM)
         expected = stock.LlamaForCausalLM.from_pretrained(folder)
         close(stock.LlamaForCausalLM.from_pretrained(folder, patcher=FUSED), expected)

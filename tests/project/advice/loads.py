@@ -24,7 +24,7 @@ from transformers import (
     pipeline,
 )
 from transformers.core_model_loading import Transpose, WeightRenaming
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 
 from patcher import Patcher
@@ -121,10 +121,20 @@ def the_nearest_name_is_the_one_that_was_meant(at: Place) -> Steps:
             assert same(load(at.llama, base.replace(**right)), at.llama)
 
 
-@advice("Replace the class that builds it")
+@advice(": an expression leaves replacements alone; as a key of its own write {}")
+def an_expression_for_a_replacement(at: Place) -> Steps:
+    mapping = {"Llama.*Norm": type("Norm", (LlamaRMSNorm,), {}), ".*RMSNorm$": LlamaRMSNorm}
+    said = yield lambda: load(at.llama, Patcher(mapping))
+    key = written(said, r"as a key of its own write ([^\n]*)\n")
+    model = load(at.llama, Patcher(mapping | {key: mapping["Llama.*Norm"]}))
+    assert type(model.model.norm).__name__ == "Norm"
+
+
+@advice("Replace the class that builds it, or give a path in module_mapping")
 def a_class_of_torch_as_a_key(at: Place) -> Steps:
     yield lambda: load(at.llama, Patcher({"Linear": nn.Linear}))
     assert same(load(at.llama, Patcher({"LlamaMLP": OwnMLP})), at.llama)
+    assert same(load(at.llama, Patcher(module_mapping={"**.q_proj": type("Own", (nn.Linear,), {})})), at.llama)
 
 
 # --- weights -------------------------------------------------------------------------------------------------------

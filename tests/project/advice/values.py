@@ -126,7 +126,7 @@ def no_name_of_a_function(at: Place) -> Steps:
             assert Patcher(function_mapping={instead: apply_rotary_pos_emb}).function_mapping
 
 
-@advice("write a function with the parameters of the one that it replaces. Classes belong into class_mapping")
+@advice("write a function with the parameters of the one that it replaces. Classes belong in class_mapping")
 def a_class_for_a_function(at: Place) -> Steps:
     for value in (OwnMLP, "rotary", None):
         yield lambda value=value: Patcher(function_mapping={"apply_rotary_pos_emb": value})  # type: ignore[dict-item, misc]

@@ -6,8 +6,9 @@
 # Differs: fuse LlamaAttention 81785ecb; override method
 #          LlamaDecoderLayer.__init__ 89d93888, LlamaForSequenceClassification.__init__,
 #          LlamaForQuestionAnswering.__init__, LlamaForTokenClassification.__init__; add
-#          helper (5 times); add code behind the imports; add import (11 times); rename
-#          LlamaModel; add base OriginalCheckpoints of LlamaPreTrainedModel
+#          helper FusedLlamaAttention, JoinRows, OriginalCheckpoints, Refit, converted; add
+#          code behind the imports; add import (11 times); rename LlamaModel; add base
+#          OriginalCheckpoints of LlamaPreTrainedModel
 # ----------------------------------------------------------------------------------------
 # Copyright 2022 EleutherAI and the HuggingFace Inc. team. All rights reserved.
 #
