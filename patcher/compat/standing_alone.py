@@ -261,8 +261,11 @@ class SharedInput:
 def are_values(given) -> bool:
     """Whether all are tensors, numbers, texts, caches or containers of these."""
     for value in given:
-        if isinstance(value, dict | list | tuple):
-            if not are_values(value.values() if isinstance(value, dict) else value):
+        if isinstance(value, dict):
+            if not are_values(value.values()):
+                return False
+        elif isinstance(value, list | tuple):
+            if not are_values(value):
                 return False
         elif value is not None and not isinstance(value, torch.Tensor | int | float | str | Cache):
             return False

@@ -285,7 +285,7 @@ def test_of_quantized_weights_no_others_are_made(
 ) -> None:
     LlamaForCausalLM.from_pretrained(llama, quantization_config=quantizer()).save_pretrained(tmp_path)
     part = "q_proj" if patcher is FUSED_QKV else "gate_proj"
-    pattern = rf"quantized, and it has these quantized(?s:.*){part}(?s:.*)Fuse the full-precision"
+    pattern = rf"quantized, and so are these weights(?s:.*){part}(?s:.*)Fuse the full-precision"
     with pytest.raises(PatchedWeightsError, match=pattern):
         LlamaForCausalLM.from_pretrained(tmp_path, patcher=patcher)
 
@@ -296,7 +296,9 @@ def test_what_isnt_quantized_in_a_file_cant_be_in_the_model(
 ) -> None:
     """Stock leaves stacks as they are, and as layers its quantizer takes them for quantized ones."""
     MixtralForCausalLM.from_pretrained(mixtral, quantization_config=quantizer()).save_pretrained(tmp_path)
-    with pytest.raises(PatchedWeightsError, match=r"these in full precision(?s:.*)experts(?s:.*)Fuse the full-prec"):
+    with pytest.raises(
+        PatchedWeightsError, match=r"these weights in full precision(?s:.*)experts(?s:.*)Fuse the full-prec"
+    ):
         MixtralForCausalLM.from_pretrained(tmp_path, patcher=Patcher(fusions="sequential_experts"))
 
 
