@@ -139,7 +139,7 @@ def small_config(config_class: type[PretrainedConfig]) -> PretrainedConfig:
     return config_class(**_small(config_class()))
 
 
-def _small(default: PretrainedConfig) -> dict[str, Any]:
+def _small(default: PretrainedConfig, *, is_part: bool = False) -> dict[str, Any]:
     """Return the arguments of a small config, and of its sub-configs."""
     known, renamed = default.to_dict(), type(default).attribute_map
     arguments: dict[str, Any] = {}
@@ -150,7 +150,12 @@ def _small(default: PretrainedConfig) -> dict[str, Any]:
             arguments[name] = value
     if "qk_rope_head_dim" in arguments:  # `head_dim` follows from it
         arguments.pop("head_dim", None)
+    rope = getattr(default, "rope_parameters", None)
+    if isinstance(rope, dict) and "rope_type" in rope and (is_part or "mrope_section" in rope):
+        # Of a text model inside of another, which may have rotary embeddings of three axes; others ignore it.
+        half = int(SMALL["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
+        arguments["rope_parameters"] = rope | {"mrope_section": [half - half // 3 * 2, half // 3, half // 3]}
     for name, part in vars(default).items():
         if isinstance(part, PretrainedConfig):
-            arguments[name] = _small(part) | {"model_type": part.model_type}
+            arguments[name] = _small(part, is_part=True) | {"model_type": part.model_type}
     return arguments
