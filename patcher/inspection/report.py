@@ -80,7 +80,7 @@ def report(model: PreTrainedModel) -> Report:
     │   │   ├── mlp  LlamaMLP
     ...
 
-    The report of an unpatched model says so.
+    The report of a stock model says so.
 
     Args:
         model: a model in memory, loaded, built from a config or by hand, or a wrapper of one, such as a `PeftModel`.

@@ -43,7 +43,7 @@ class Side:
         cls: its class, or an Auto class.
         folder: a repo id or a folder.
         options: keyword arguments of `from_pretrained`.
-        patcher: its patcher; without one it is loaded unpatched, whatever is in force.
+        patcher: its patcher; without one it is loaded as stock, whatever is in force.
         model: a model in memory instead, which can't be loaded again.
         name: its name in messages.
     """
