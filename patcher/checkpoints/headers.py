@@ -32,7 +32,6 @@ _SHARD = re.compile(r"-\d{5}-of-\d{5}(?=\.(?:safetensors|bin)\Z)")
 #: The limit of safetensors for headers; no index is larger.
 _MAX_INDEX_BYTES = 100_000_000
 _INDEX = ".safetensors.index.json"
-_IS_INDEX = re.compile(r"\.index(?:\..+)?\.json\Z")  # a variant is written before the suffix
 
 
 def whole_names(variant: str | None = None, use_safetensors: bool | None = None) -> list[str]:
@@ -163,7 +162,7 @@ def _on_meta(shape: Any, dtype: torch.dtype) -> torch.Tensor:
 
 def _headers_of_file(path: Path, *, may_lack_shards: bool = False) -> Headers:
     """Read the headers of a file or an index; shards may be missing if the index itself was requested."""
-    if not _IS_INDEX.search(path.name):
+    if not (".index." in path.name and path.suffix == ".json"):  # a variant is written before the suffix
         return Headers(str(path), _tensors_of_file(path), files=(str(path),))
     with _reading(path):
         shards = shards_of_index(path)

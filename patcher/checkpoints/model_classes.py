@@ -67,8 +67,7 @@ def config_of(model: Any, options: Options) -> PretrainedConfig:
 
 
 def _reach_hub(repo: str, places: Options) -> None:
-    """Raise at once if the repo isn't cached and the hub can't be reached, where a load would retry for half a minute:
-    most likely a folder was meant."""
+    """Raise at once, where a load retries for half a minute, if the repo isn't cached and can't be reached."""
     cached = {name: places[name] for name in ("cache_dir", "revision") if name in places}
     try:
         if places.get("local_files_only") or try_to_load_from_cache(repo, "config.json", **cached) is not None:
@@ -135,9 +134,8 @@ def _class_named(name: str, config: PretrainedConfig, model: Any, options: Optio
     for auto, reference in (getattr(config, "auto_map", None) or {}).items():
         if str(reference).rpartition(".")[2] == name and (cls := _remote_class(auto, config, model, options)):
             return cls
-    cls = getattr(transformers, str(name), None)
-    if cls is None:  # registered outside of transformers
-        cls = next((cls for cls in subclasses(PreTrainedModel) if cls.__name__ == name), None)
+    registered = (cls for cls in subclasses(PreTrainedModel) if cls.__name__ == name)  # outside of transformers
+    cls = getattr(transformers, str(name), None) or next(registered, None)
     return cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else None
 
 
