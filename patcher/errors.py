@@ -82,11 +82,11 @@ class UnmatchedPatchError(PatcherError):
     >>> from torch import nn
     >>> from patcher import Patcher
     >>> with Patcher({"LlamaMPL": nn.Identity}).applied():
-    ...     pass  # what the patcher is for is built here
+    ...     pass  # models are built here
     Traceback (most recent call last):
         ...
     patcher.errors.UnmatchedPatchError: These parts of the patcher have no effect:
-      class_mapping: no class of the model matches 'LlamaMPL'...
+      class_mapping: 'LlamaMPL'; no model was built in the block...
 
     Put a key that only some models have into `alternatives=`. `patcher.plan(model, patcher)` lists all problems.
     """

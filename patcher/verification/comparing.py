@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,6 @@ from patcher.fusions.methods import functions_of
 from patcher.layouts.carried import CARRIED
 from patcher.loading.record import record_of
 from patcher.patterns import compress
-from patcher.source.alike import of_code
 from patcher.verification.layers import LayerErrors, layer_errors
 from patcher.verification.passes import GRADIENT, Difference, Pass, difference, differences
 
@@ -279,11 +279,17 @@ def _code_of(cls: type[nn.Module]) -> dict[str, Any]:
     """Return the code of the methods of a class, and of the functions that these use by a global name."""
     result: dict[str, Any] = {}
     for name, function in functions_of(cls).items():
-        code = of_code(function.__code__)
-        used = (function.__globals__.get(used_name) for used_name in code.global_names)
-        codes = [of_code(item.__code__).operations for item in map(inspect.unwrap, filter(inspect.isfunction, used))]
-        result[name] = code.operations, codes
+        used = [function.__globals__.get(used_name) for used_name in function.__code__.co_names]
+        unwrapped = [inspect.unwrap(item) for item in used if isinstance(item, FunctionType)]
+        functions = [function, *(item for item in unwrapped if isinstance(item, FunctionType))]
+        result[name] = [_operations(item.__code__) for item in functions]
     return result
+
+
+def _operations(code: CodeType) -> tuple[Any, ...]:
+    """Return what a code object does. Not by `dis`: its generators crash CPython 3.11.2 under a profile function."""
+    constants = [_operations(item) if isinstance(item, CodeType) else (type(item), item) for item in code.co_consts]
+    return code.co_code, code.co_names, code.co_varnames, constants
 
 
 # --- representative layers
