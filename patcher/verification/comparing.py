@@ -207,7 +207,7 @@ class Pair:
         allowed = GRADIENTS * tolerance
         wrong = [name for name, gap in gaps.items() if not gap.absolute <= allowed * (max(gap.scale, typical) or 1.0)]
         message = f"they differ for {', '.join(compress(wrong))}" if wrong else ""
-        return max(gaps.values()), message, results
+        return max(gaps.values())._replace(where=""), message, results
 
     def compare_weights(
         self, stage: str, expected: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]
