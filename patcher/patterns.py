@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, TypeVar
 
 from torch import nn
@@ -72,6 +72,16 @@ def inside(path: str) -> str:
 
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def parents(path: str) -> list[str]:
+    """Return the paths of the modules around a module or tensor, from that of the model on.
+
+    >>> parents("model.layers.0.mlp")
+    ['', 'model', 'model.layers', 'model.layers.0']
+    """
+    *names, _ = path.split(".")
+    return ["", *accumulate(names, "{}.{}".format)] if path else []
 
 
 def without_numbers(name: str) -> str:

@@ -76,11 +76,8 @@ def codegen(**options: Any) -> None:
             configs = [module] if module else None
             results = check(configs, fix=options["fix"], output_dir=output_dir, formatted=options["formatted"])
             failed = sum(not result.ok for result in results)
-            typer.echo(
-                "\n".join(
-                    [*map(str, results), f"{len(results)} checked" + (f", {failed} not up to date" if failed else "")]
-                )
-            )
+            total = f"{len(results)} checked" + (f", {failed} not up to date" if failed else "")
+            typer.echo("\n".join([*map(str, results), total]))
             if failed:
                 raise typer.Exit(1)
         elif options["list_configs"]:

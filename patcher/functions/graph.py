@@ -452,6 +452,6 @@ def _shared(name: str, value: Any) -> list[Any]:
     if _is_registry(value):
         return registered(value)
     functions = [element for element in _elements(value) if isinstance(element, FunctionType)]
-    modules = list(sys.modules.items()) if functions else []
-    homes = (home for home, module in modules if getattr(module, "__dict__", {}).get(name) is value)
+    modules = sys.modules.copy() if functions else {}  # not a list of pairs: see `Cover.add_all`
+    homes = (home for home, module in modules.items() if getattr(module, "__dict__", {}).get(name) is value)
     return functions if any(map(_is_of_all_models, homes)) else []

@@ -78,10 +78,10 @@ def _has_parent(layer: nn.Module) -> bool:
     """Whether a module has this one as a child, with which it would share the layer."""
     for children in gc.get_referrers(layer):
         if isinstance(children, dict) and any(child is layer for child in children.values()):
-            owners = gc.get_referrers(children)
-            if any((vars(owner) if isinstance(owner, nn.Module) else owner).get("_modules") is children
-                   for owner in owners if isinstance(owner, nn.Module | dict)):  # fmt: skip
-                return True
+            for owner in gc.get_referrers(children):
+                attributes = vars(owner) if isinstance(owner, nn.Module) else owner
+                if isinstance(attributes, dict) and attributes.get("_modules") is children:
+                    return True
     return False
 
 

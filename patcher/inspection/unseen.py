@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import accumulate
 from typing import Any
 
 from patcher.loading.findings import fold_names
 from patcher.loading.record import PatchRecord
 from patcher.loading.routes import Route
+from patcher.patterns import parents
 
 #: (what may be wrong, the parameters concerned)
 Unseen = tuple[tuple[str, tuple[str, ...]], ...]
@@ -32,7 +32,7 @@ def unseen(
     ambiguous: dict[str, list[str]] = {ORDER: [], _TRANSPOSED: []}
     for route in routes:
         names = route.parameters
-        ancestors = (path for name in names for path in ("", *accumulate(name.split("."), "{}.{}".format)))
+        ancestors = (path for name in names for path in (*parents(name), name))
         if not route.added and replaced.isdisjoint(ancestors):
             continue
         if _have_equal_shapes(route.keys, tensors) or _have_equal_shapes(names, parameters):

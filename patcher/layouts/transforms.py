@@ -33,7 +33,7 @@ from patcher.compat.conversions import (
 )
 from patcher.expressions import search
 from patcher.layouts.layouts import Layout
-from patcher.patterns import inside
+from patcher.patterns import inside, parents
 
 if TYPE_CHECKING:
     from patcher.spec.patcher import Patcher
@@ -288,7 +288,7 @@ class _AddedCopy:
     def rename(self, name: str) -> tuple[str, str | None]:
         """Return the new name, and the source pattern that matches, None if none does."""
         if self.added.modules is not None:
-            module = next((path for path in _ancestors(name) if self._applies_to(path)), None)
+            module = next(filter(self._applies_to, reversed(parents(name)[1:])), None)
             if module is None:
                 return name, None
             self.transform.scope_prefix = module if self._scope is None else f"{module}.{self._scope}"
@@ -315,10 +315,3 @@ def _renamings(name: str, steps: Sequence[Any]) -> Iterator[tuple[str, tuple[Add
         for result, used in _renamings(renamed, rest):
             yield result, (first.added, *used)
     yield from _renamings(name, rest)
-
-
-def _ancestors(name: str) -> Iterator[str]:
-    """Yield the paths of the modules around a name, the innermost first."""
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name

@@ -44,7 +44,7 @@ from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.carried import fused_modules
 from patcher.layouts.layouts import Layout
 from patcher.layouts.sharded import distribute_like, local_tensor
-from patcher.patterns import inside
+from patcher.patterns import inside, parents
 from patcher.resolution.resolution import skeleton
 
 if TYPE_CHECKING:
@@ -102,8 +102,9 @@ class InitialValues:
                     self.given[key] = parameter
                 elif key in absent:
                     self.new[key] = path, built
-        read = state_tensors(self.model).keys() - self.missing | self.new.keys() | self.given.keys() | self.tied
-        skip_complete(self.model, self.replaced, read)
+        if self.replaced:
+            read = state_tensors(self.model).keys() - self.missing | self.new.keys() | self.given.keys() | self.tied
+            skip_complete(self.model, self.replaced, read)
 
     def restore(self, load_config: Any) -> None:
         """Restore the values, after transformers has initialised the weights that it takes for missing.
@@ -264,8 +265,8 @@ def skip_complete(model: PreTrainedModel, replaced: Placed, read: Set[str] = fro
     """
     tensors = itertools.chain(named_parameters(model), model.named_buffers(remove_duplicate=False))
     left = {key for key, tensor in tensors if key not in read and not is_initialized(tensor)}
-    incomplete = {owner for key in left for owner in _owners(key)}
-    around = {owner for path, _ in replaced for owner in (path, *_owners(path))}
+    incomplete = {owner for key in left for owner in parents(key)}
+    around = {owner for path, _ in replaced for owner in (path, *parents(path))}
     for owner in around - incomplete:
         mark_initialized(model.get_submodule(owner))
 
@@ -296,13 +297,6 @@ def module_at(module: nn.Module, path: str) -> nn.Module | None:
         return module.get_submodule(path)
     except AttributeError:
         return None
-
-
-def _owners(key: str) -> Iterator[str]:
-    """Yield the paths of the modules that have a tensor or module, the innermost first."""
-    while key:
-        key = key.rpartition(".")[0]
-        yield key
 
 
 def _set(model: nn.Module, key: str, parameter: nn.Parameter) -> None:

@@ -187,15 +187,12 @@ class Run:
             simple = list(self.pair.references([texts.pop(name) for name in FEW if name in texts], few=False))
         chosen = chosen_passes(stock, processed(stock, processor), reached)
         others = list(self.pair.references(chosen, few=False))
-        return self._by_name(simple) | (texts if simple else {}) | self._by_name(others), simple, others
+        return _by_name(simple) | (texts if simple else {}) | _by_name(others), simple, others
 
-    def _by_name(self, references: Iterable[Reference]) -> dict[str, Pass]:
-        return {reference.run.name: reference.run for reference in references}
-
-    @property
+    @cached_property
     def chosen(self) -> dict[str, Pass]:
         """The runs that reach layers that texts don't reach: images, sounds, inner models by themselves."""
-        return self._by_name(self.inputs[2])
+        return _by_name(self.inputs[2])
 
     def named(self, *names: str) -> list[Pass]:
         """Return the runs of these names, else the chosen ones."""
@@ -359,6 +356,10 @@ class Run:
         stage = pair.compare("reload", [*simple[:1], *others], TOLERANCES[self.dtype])
         text = f"stock computes something else with what was saved: {stage.message}"
         return stage if stage.passed else replace(stage, message=text)
+
+
+def _by_name(references: Iterable[Reference]) -> dict[str, Pass]:
+    return {reference.run.name: reference.run for reference in references}
 
 
 def stages_of(names: Iterable[str] | None, quick: bool) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from patcher.expressions import search
 from patcher.fusions.methods import functions_of
 from patcher.layouts.carried import CARRIED
 from patcher.loading.record import record_of
-from patcher.patterns import compress
+from patcher.patterns import compress, parents
 from patcher.verification.layers import LayerErrors, layer_errors
 from patcher.verification.passes import GRADIENT, Difference, Pass, difference, differences
 
@@ -306,8 +306,7 @@ def _stacks_of(stock: nn.Module, ours: nn.Module) -> Iterator[tuple[nn.Module, s
         other = theirs.get(path)
         if not (isinstance(stack, nn.ModuleList) and isinstance(other, nn.ModuleList)) or len(stack) != len(other):
             continue
-        parents = [path[:index] for index, letter in enumerate(path) if letter == "."]
-        if any(type(theirs.get(parent)) is not type(ours.get_submodule(parent)) for parent in ["", *parents]):
+        if any(type(theirs.get(parent)) is not type(ours.get_submodule(parent)) for parent in parents(path)):
             continue  # a replacement may call the layers differently
         if not all(isinstance(layer, GradientCheckpointingLayer) for layer in other):
             continue  # not known to be called one after another

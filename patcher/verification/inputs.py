@@ -136,8 +136,9 @@ def _guesses(model: Any, path: str) -> Iterator[Pass]:
         yield Pass("forward", arguments | uncached, path)
     for method in ("get_image_features", "get_video_features", "get_text_features", "get_audio_features"):
         if hasattr(model, method):
+            accepted = parameters_of(model, method)
             for arguments in [*images, *sounds, text]:
-                yield Pass(method, _only(arguments, parameters_of(model, method)), path)
+                yield Pass(method, _only(arguments, accepted), path)
 
 
 def _only(arguments: dict[str, Any], accepted: Container[str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from patcher.patterns import inside, is_number
+from patcher.patterns import inside, is_number, parents
 from patcher.verification.passes import Difference, difference, floating_tensors, hooked
 
 Run = Callable[[nn.Module], object]
@@ -110,7 +110,7 @@ def _layers(paths: Sequence[str]) -> list[str]:
     """Return the outermost numbered modules, and the outermost of the others that contain none of these."""
     depths = {path: sum(map(is_number, path.split("."))) for path in paths}
     numbered = {path for path in paths if is_number(path.rpartition(".")[2]) and depths[path] == 1}
-    around = {path[:index] for path in numbered for index, letter in enumerate(path) if letter == "."} | {""}
+    around = {parent for path in numbered for parent in parents(path)} | {""}
     others = [path for path in paths if path not in around and not depths[path]]
     outermost = {path for path in others if not any(path.startswith(inside(other)) for other in others)}
     return [path for path in paths if path in numbered or path in outermost]

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy
@@ -20,6 +19,7 @@ from transformers import Cache
 
 from patcher.compat.models import named_parameters
 from patcher.loading.saving import saved_state_dict
+from patcher.patterns import parents
 
 #: In the results of a pass, the prefix of the names of gradients, and the suffix of those of the arguments after it.
 GRADIENT, AFTER = "the gradient of ", " after the call"
@@ -180,7 +180,7 @@ def recording_calls(model: nn.Module, reached: set[str]) -> Iterator[None]:
 
     def record(path: str, *_: object) -> None:
         if path not in reached:
-            reached.update(accumulate(path.split("."), "{}.{}".format), [""])
+            reached.update([path], parents(path))
 
     with hooked((module, partial(record, path)) for path, module in model.named_modules(remove_duplicate=False)):
         yield

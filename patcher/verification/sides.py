@@ -139,6 +139,18 @@ def small_config(config_class: type[PretrainedConfig]) -> PretrainedConfig:
     return config_class(**_small(config_class()))
 
 
+def with_small_sections(rope: dict[str, Any]) -> dict[str, Any]:
+    """Return parameters of rotary embeddings whose sections, one for each of several axes, fill a small head.
+
+    >>> with_small_sections({"rope_type": "default"})["mrope_section"]
+    [2, 2, 4]
+    """
+    count = len(rope.get("mrope_section") or (1, 1, 1))
+    half = int(SMALL["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
+    others = [half // count] * (count - 1)
+    return rope | {"mrope_section": [*others, half - sum(others)]}
+
+
 def _small(default: PretrainedConfig, *, is_part: bool = False) -> dict[str, Any]:
     """Return the arguments of a small config, and of its sub-configs."""
     known, renamed = default.to_dict(), type(default).attribute_map
@@ -153,8 +165,7 @@ def _small(default: PretrainedConfig, *, is_part: bool = False) -> dict[str, Any
     rope = getattr(default, "rope_parameters", None)
     if isinstance(rope, dict) and "rope_type" in rope and (is_part or "mrope_section" in rope):
         # Of a text model inside of another, which may have rotary embeddings of three axes; others ignore it.
-        half = int(SMALL["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
-        arguments["rope_parameters"] = rope | {"mrope_section": [half - half // 3 * 2, half // 3, half // 3]}
+        arguments["rope_parameters"] = with_small_sections(rope)
     for name, part in vars(default).items():
         if isinstance(part, PretrainedConfig):
             arguments[name] = _small(part, is_part=True) | {"model_type": part.model_type}

@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
+from patcher.verification.sides import with_small_sections
 from tests.support.small_sizes import COUNTS_OF_LAYERS, FEW, PARTICULAR, PARTS_SET, SMALL
 
 __all__ = ["small_configs"]
@@ -218,10 +219,5 @@ def _rope(arguments: dict[str, Any], known: dict[str, Any], *, is_part: bool) ->
     rope = {"rope_type": "default", "rope_theta": 10000.0} if rope is None else rope
     if not isinstance(rope, dict) or "rope_type" not in rope or "hidden_size" not in arguments:
         return
-    sections = rope.get("mrope_section") or ([1, 1, 1] if is_part else None)
-    if not sections:
-        return
-    half = int(16 * rope.get("partial_rotary_factor", 1.0)) // 2
-    parts = [half // len(sections)] * len(sections)
-    parts[-1] += half - sum(parts)
-    arguments["rope_parameters"] = rope | {"mrope_section": parts}
+    if is_part or rope.get("mrope_section"):
+        arguments["rope_parameters"] = with_small_sections(rope)

@@ -11,7 +11,7 @@ import ast
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from patcher.fusions.experts.matrices import Matrices
 from patcher.fusions.joined import Joined
 from patcher.fusions.patch_embeddings import LinearPatchEmbedding
 from patcher.fusions.rewrite import class_text
-from patcher.patterns import inside
+from patcher.patterns import inside, parents
 from patcher.source.definitions import decorator_name, replaced_methods
 from patcher.source.scopes import start_line, top_level
 from patcher.source.texts import Edit, Text, applied, dedented, indent_of
@@ -212,8 +212,7 @@ class FusedLayers:
 
     def construct_from_file(self, path: str, replaced: Collection[str]) -> None:
         """Let models around a module that an Auto class constructs be those of the file, or raise a CodegenError."""
-        around = ["", *accumulate(path.split("."), "{}.{}".format)] if path else []
-        for parent, child in pairwise(around):
+        for parent, child in pairwise([*parents(path), path]):
             module, init = self.modules[child], self.text.method(type(self.modules[parent]), "__init__")
             if not isinstance(module, PreTrainedModel) or init is None:
                 continue
