@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import os
 import traceback
 from collections.abc import Callable, Iterator
@@ -30,17 +32,21 @@ def two_processes(work: Callable[[int], object], folder: Path) -> None:
     """
 
     def process(rank: int) -> None:
+        # Garbage of the parent stays: a process group that is collected here waits for threads that no fork has.
+        gc.freeze()
         torch.set_num_threads(1)
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # as torchrun does; who asks finds a group
         os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
         method, limit = f"file://{folder}/rendezvous", timedelta(seconds=60)
+        errors = (folder / f"error-{rank}.txt").open("w", buffering=1)
+        faulthandler.enable(errors)  # a process that a signal ends says where
         dist.init_process_group("gloo", init_method=method, rank=rank, world_size=2, timeout=limit)
         try:
             dist.init_device_mesh("cpu", (2,))
             work(rank)
             dist.barrier()
         except BaseException:
-            (folder / f"error-{rank}.txt").write_text(traceback.format_exc())
+            errors.write(traceback.format_exc())
             raise
         dist.destroy_process_group()
 
@@ -51,4 +57,5 @@ def two_processes(work: Callable[[int], object], folder: Path) -> None:
         each.join(120)
         each.kill()
     errors = "".join(file.read_text() for file in sorted(folder.glob("error-*.txt")))
-    assert [each.exitcode for each in processes] == [0, 0], errors
+    codes = [each.exitcode for each in processes]
+    assert codes == [0, 0], f"exit codes {codes}\n{errors}"
