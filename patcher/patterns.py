@@ -163,7 +163,7 @@ def _segment(pattern: str, text: str) -> _Segment:
     elif text and _NOT_IN_NAMES.isdisjoint(text):
         return text
     raise InvalidPatcherError(
-        f"{pattern!r} isn't a path of modules, nor is it a regular expression: {text!r} in it has no meaning. Write "
+        f"{pattern!r} isn't a path of modules: {text!r} in it has no meaning (a path isn't a regular expression). Write "
         "names with one dot between them, {0..3} or {0,2..5} for numbers in ascending order, * for one whole name, ** "
         "for any number of names."
     )
