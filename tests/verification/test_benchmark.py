@@ -110,7 +110,10 @@ def nothing_pays(model: Any, seed: int) -> bool:
 
 
 def test_a_patch_that_does_nothing_does_not_pay(llama: Path) -> None:
-    assert sum(nothing_pays(llama, seed) for seed in range(4)) >= 3
+    paid = sum(not nothing_pays(llama, seed) for seed in range(4))
+    if paid > 1:  # by chance once in 70 times, where one run in twenty is wrong: more of them tell
+        paid += sum(not nothing_pays(llama, seed) for seed in range(4, 12))
+    assert paid <= 3
 
 
 @pytest.mark.nightly
