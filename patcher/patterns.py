@@ -163,9 +163,9 @@ def _segment(pattern: str, text: str) -> _Segment:
     elif text and _NOT_IN_NAMES.isdisjoint(text):
         return text
     raise InvalidPatcherError(
-        f"{pattern!r} isn't a path of modules: {text!r} in it has no meaning (a path isn't a regular expression). Write "
-        "names with one dot between them, {0..3} or {0,2..5} for numbers in ascending order, * for one whole name, ** "
-        "for any number of names."
+        f"{pattern!r} isn't a path of modules: {text!r} in it has no meaning (a path isn't a regular expression). "
+        "Write names with one dot between them, {0..3} or {0,2..5} for numbers in ascending order, * for one whole "
+        "name, ** for any number of names."
     )
 
 

@@ -304,19 +304,23 @@ class LinearPatchEmbedding(nn.Module):
     def bias(self):
         return self.linear.bias
 
+    def is_plain(self):
+        return type(self.linear) is nn.Linear
+
     def forward(self, images):
         rank = len(self.kernel_size)
         if images.dim() == rank + 1:
             return self(images.unsqueeze(0)).squeeze(0)
         counts = [size // patch for size, patch in zip(images.shape[2:], self.kernel_size, strict=True)]
-        if max(counts) > 1 and type(self.linear) is nn.Linear:
+        if max(counts) > 1 and self.is_plain():
             convolve = nn.functional.conv2d if rank == 2 else nn.functional.conv3d
-            return convolve(images, self.weight, self.bias, self.stride)
+            return convolve(images, self.linear.weight.view(self.kernel_shape), self.bias, self.stride)
         for axis, patch in enumerate(self.kernel_size, 2):
             images = images.unfold(axis, patch, patch)
         # (batch, channels, *counts, *kernel_size) -> (batch, *counts, channels, *kernel_size)
         patches = images.movedim(1, 1 + rank)
-        output = self.linear(patches.reshape(patches.shape[0] * math.prod(counts), -1))
+        width = self.in_channels * math.prod(self.kernel_size)
+        output = self.linear(patches.reshape(patches.shape[0] * math.prod(counts), width))
         return output.view(patches.shape[0], *counts, self.out_channels).movedim(-1, 1)
 
 

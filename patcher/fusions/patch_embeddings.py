@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from patcher.compat import standing_alone
 from patcher.errors import PatchConflictError
 from patcher.fusions import Decision, Flatten, Fusion, Layout, Rows, Surroundings, more_than_a_weight_and_bias, view_of
 
@@ -18,7 +19,7 @@ _CONVOLUTION = frozenset(
 )
 
 
-class LinearPatchEmbedding(nn.Module):
+class LinearPatchEmbedding(standing_alone.LinearPatchEmbedding):
     """A convolution with stride = kernel size as a linear layer over flattened patches.
 
     >>> convolution = nn.Conv2d(3, 8, kernel_size=4, stride=4)
@@ -39,37 +40,16 @@ class LinearPatchEmbedding(nn.Module):
     """
 
     padding_mode = "zeros"
-    groups = 1
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: tuple[int, ...],
-        bias: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.in_channels = in_channels
-        self.out_channels = out_channels
-        self.kernel_size = self.stride = tuple(kernel_size)
-        self.padding = (0,) * len(self.kernel_size)
-        self.dilation = (1,) * len(self.kernel_size)
-        self._volume = in_channels * math.prod(self.kernel_size)
-        self.linear = nn.Linear(self._volume, out_channels, bias, device, dtype)
-        self._input_dtype = self.linear.weight.dtype
 
     @classmethod
     def from_module(cls, convolution: nn.Conv2d | nn.Conv3d) -> Self:
         """Return a linear layer for a convolution, with new values."""
-        return cls(
-            convolution.in_channels,
-            convolution.out_channels,
-            convolution.kernel_size,
-            bias=convolution._parameters["bias"] is not None,
-            dtype=convolution.weight.dtype,
+        kernel_size, bias = convolution.kernel_size, convolution._parameters["bias"] is not None
+        linear = cls(
+            convolution.in_channels, convolution.out_channels, kernel_size, kernel_size, 0, bias, rank=len(kernel_size)
         )
+        linear.dtype = convolution.weight.dtype
+        return linear.to(linear.dtype)
 
     def to_module(self) -> nn.Conv2d | nn.Conv3d:
         """Return a convolution of the same shape, with new values."""
@@ -83,11 +63,11 @@ class LinearPatchEmbedding(nn.Module):
     def weight(self) -> torch.Tensor:
         """The kernel of the convolution. Modeling code reads its dtype to cast the input, and its shape."""
         weight: torch.Tensor = self.linear.weight
-        shape = (self.out_channels, self.in_channels, *self.kernel_size)
+        shape = self.kernel_shape
         if weight.dtype.itemsize == 1 or not f"{type(weight).__module__}.".startswith("torch."):
             # A quantized weight may not have a view of another shape: return a placeholder.
             is_real = weight.is_floating_point() and weight.dtype.itemsize > 1
-            dtype = weight.dtype if is_real else self._input_dtype
+            dtype = weight.dtype if is_real else self.dtype
             return torch.empty((), dtype=dtype, device=weight.device).expand(shape)
         return view_of(weight, lambda tensor: tensor.view(shape), f"{type(self).__name__}.weight is its linear.weight")
 
@@ -99,37 +79,7 @@ class LinearPatchEmbedding(nn.Module):
             )
         super().__setattr__(name, value)
 
-    @property
-    def bias(self) -> torch.Tensor | None:
-        return self.linear.bias
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as nn.Conv2d has it
-        """(batch, in_channels, *size) -> (batch, out_channels, *size // kernel_size); the batch may be absent."""
-        rank = len(self.kernel_size)
-        if input.dim() == rank + 1:
-            single: torch.Tensor = self(input.unsqueeze(0)).squeeze(0)
-            return single
-        counts = [size // patch for size, patch in zip(input.shape[2:], self.kernel_size, strict=True)]
-        if input.shape[1] != self.in_channels or 0 in counts:
-            raise RuntimeError(
-                f"Expected an input of {self.in_channels} channels and at least {self.kernel_size} in size, "
-                f"found {tuple(input.shape)}."
-            )
-        if max(counts) > 1 and self._has_plain_linear():
-            convolve = {2: nn.functional.conv2d, 3: nn.functional.conv3d}[rank]
-            kernel = self.linear.weight.view(self.out_channels, self.in_channels, *self.kernel_size)
-            return convolve(input, kernel, self.linear.bias, self.stride)
-        patches = input
-        for axis, patch in enumerate(self.kernel_size, 2):
-            patches = patches.unfold(axis, patch, patch)
-        # (batch, channels, *counts, *kernel_size) -> (batch, *counts, channels, *kernel_size)
-        patches = patches.movedim(1, 1 + rank)
-        # In two dimensions, as not all quantized layers accept more.
-        rows = patches.reshape(input.shape[0] * math.prod(counts), self._volume)
-        output: torch.Tensor = self.linear(rows)
-        return output.view(input.shape[0], *counts, self.out_channels).movedim(-1, 1)
-
-    def _has_plain_linear(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether `linear` computes a product with its weight, and nothing else."""
         linear = self.linear
         return (
