@@ -62,7 +62,6 @@ _LAYERS: frozenset[type[nn.Module]] = frozenset(
         "MaxPool1d MaxPool2d AdaptiveAvgPool1d AdaptiveAvgPool2d Upsample"
     ).split()
 )
-_RETURNING_VIEWS = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Flatten, nn.Unflatten)
 #: Functions of torch that always return a new tensor.
 _RETURNING_NEW = (
     *(getattr(torch, name) for name in "matmul bmm baddbmm softmax cat stack where".split()),
@@ -117,8 +116,6 @@ class Body:
         tensors: the variables that are known to be tensors, whatever is assigned to them.
         parts: the children whose calls return new tensors, and aren't followed.
         runs: the nodes that may have run, if not all; assignments in others are ignored.
-        first_call_end: where the first call of a part ends. Objects created before may contain its argument, under any
-            name. None if the call may run again.
         is_lenient: whether methods of unknown objects are assumed to be those of values, where the result only decides
             how a part is computed.
     """
@@ -133,13 +130,12 @@ class Body:
         tensors: Iterable[str] = (),
         parts: Iterable[str] = (),
         runs: Iterable[ast.AST] | None = None,
-        first_call_end: Position | None = (0, 0),
         is_lenient: bool = False,
         depth: int = 0,
         cache: dict[Any, Any] | None = None,
     ) -> None:
         self.method, self.module, self.parts, self.depth = method, module, frozenset(parts), depth
-        self.is_lenient, self.first_call_end, self.states = is_lenient, first_call_end, frozenset(states)
+        self.is_lenient, self.states = is_lenient, frozenset(states)
         self.self_name = self_of(method.node) if module is not None else ""
         #: the results for the functions that are followed
         self.cache = cache if cache is not None else {}
@@ -181,24 +177,6 @@ class Body:
                     self.assigned.setdefault((alias.asname or alias.name).partition(".")[0], []).append(None)
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) if node is not self.method.node:
                 self.assigned[name].append(None)
-                if is_plain_function(node):
-                    results = (inner.value for inner in ast.walk(node) if isinstance(inner, ast.Return))
-                    self.assigned.setdefault(f"{name}()", []).extend(results)
-                    self._record_arguments(node)  # type: ignore[arg-type]
-
-    def _record_arguments(self, inner: ast.FunctionDef) -> None:
-        """Record the arguments of a function that is defined in this one."""
-        nodes = list(ast.walk(self.method.node))
-        uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == inner.name]
-        calls = [node for node in nodes if isinstance(node, ast.Call) and node.func in uses]
-        is_complete = len(calls) == len(uses)
-        names = parameters_of(inner)
-        for call in calls:
-            is_complete &= len(call.args) == len(names) and not call.keywords
-            for name, argument in zip(names, call.args, strict=False):
-                self._bind(ast.Name(name), argument)
-        for name in names if not is_complete else ():
-            self.assigned[name].append(None)
 
     def _bind(self, target: ast.expr, value: ast.expr | None) -> None:
         match target, value:
@@ -266,38 +244,13 @@ class Body:
                 return attr in _STATE_GETTERS and not self.is_self_attr(owner) and self.is_value(owner)
         return isinstance(node, ast.Constant) and node.value is None
 
-    def is_new(self, node: ast.AST | None) -> bool:
-        """Whether the result of an expression is a tensor with its own memory, a number, or a container."""
-        match node:
-            case ast.Name(id=name) if name in self.assigned and name not in parameters_of(self.method.node):
-                values = [value for value in self.assigned[name] if not isinstance(value, ast.Name)]
-                return values == self.assigned[name] != [] and all(
-                    self._is_after_first_call(value) and self.is_new(value) for value in values
-                )
-            case ast.BinOp():
-                return self.is_value(node)
-            case ast.Call(func=ast.Attribute(attr=attr) as func) if self.is_self_attr(func):
-                if attr in self.parts and self.is_lenient:
-                    return False  # it is a view of the joined output
-                layer = type(self.self_attr(attr))
-                return layer in _LAYERS and layer not in _RETURNING_VIEWS and not self.call(node)[1]
-            case ast.Constant():
-                return True
-        return False
-
     def gives_new(self, call: ast.Call) -> bool:
-        """Whether a call is known to return new tensors: of layers of torch, products, or attention functions."""
+        """Whether a call is known to return new tensors: of products or attention functions."""
         match call.func:
             case ast.Name(id=name) if name in self.assigned:
                 return all(map(self._is_attention, self.assigned[name] or [None]))
         function = self.resolve(call.func)
-        return any(function is other for other in _RETURNING_NEW) or self._is_attention(call) or self.is_new(call)
-
-    def _is_after_first_call(self, value: ast.expr | None) -> bool:
-        """Whether an assigned value can't be part of the argument of the first call."""
-        if isinstance(value, ast.Constant) or not hasattr(value, "lineno"):  # a number, or `y += z`, which keeps `y`
-            return True
-        return self.first_call_end is not None and positions(value)[1] >= self.first_call_end
+        return any(function is other for other in _RETURNING_NEW) or self._is_attention(call)
 
     def unknown_operand(self, node: ast.AST) -> ast.expr | None:
         """Return an operand that isn't known to be a value, and whose operator may get a tensor, if there is one."""
@@ -397,10 +350,6 @@ class Body:
                 if isinstance(function, FunctionType) and attr not in vars(self.module):
                     return self._follow(function, node, self.module)
                 return self._call_of(function, node) if function is not ... else (False, f"{attr} isn't known")
-            case ast.Attribute(value=ast.Call(func=ast.Name(id="super"), args=[])) if self.module is not None:
-                return self._call_of_base(node.func.attr)
-            case ast.Name(id=name) if f"{name}()" in self.assigned and self.assigned[name] == [None]:
-                return f"{name}()" in self.values, ""  # the nodes of its definition are checked with the others
             case ast.Name(id=name) if name in self.assigned:
                 is_attention = all(map(self._is_attention, self.assigned[name] or [None]))
                 return is_attention, "" if is_attention else f"{name} isn't known before it runs"
@@ -437,15 +386,6 @@ class Body:
             case ast.Subscript(value=table) | ast.Call(func=ast.Attribute(value=table)):
                 return isinstance(self.resolve(table), transformers.AttentionInterface)
         return False
-
-    def _call_of_base(self, name: str) -> Called:
-        """The same for `super().forward(...)` of a layer of torch."""
-        mro = type(self.module).__mro__
-        owner = next((cls for cls in mro if vars(cls).get(self.method.name) is self.method.function), nn.Module)
-        base = next((cls for cls in mro[mro.index(owner) + 1 :] if name in vars(cls)), None)
-        if self.module is None or base not in _LAYERS or name != "forward":
-            return False, "the method of the base class isn't followed"
-        return _call_of_layer(self.module)
 
     def _call_of(self, callee: Any, node: ast.Call) -> Called:
         if isinstance(callee, functools.partial) and not callee.args and not {"inplace", "out"} & {*callee.keywords}:
@@ -606,7 +546,7 @@ def check(body: Body, nodes: Iterable[ast.AST]) -> None:
 def problem_of(body: Body, node: ast.AST) -> str:
     if body.is_lenient and isinstance(node, _ENCLOSING):
         return ""
-    if (kind := _NOT_FOLLOWED.get(type(node))) is not None and not is_plain_function(node):
+    if (kind := _NOT_FOLLOWED.get(type(node))) is not None:
         return f"{kind} that isn't followed"
     if not body.is_lenient and (unknown := body.unknown_operand(node)) is not None:
         return problem_of(body, unknown) or f"{shorten(node)!r} (the type of {shorten(unknown)!r} isn't known)"
@@ -614,7 +554,7 @@ def problem_of(body: Body, node: ast.AST) -> str:
         case ast.Call():
             reason = body.call(node)[1]
             return f"{shorten(node)!r} ({reason})" if reason else ""
-        case ast.AugAssign(target=target) if not body.is_new(target):
+        case ast.AugAssign():
             return f"{shorten(node)!r} (it may write in place)"
         case ast.Subscript(value=ast.Attribute(value=owner, attr=attr), ctx=ast.Store()) if (
             body.is_lenient or body.is_value(owner)
@@ -639,14 +579,6 @@ def _operands(node: ast.AST) -> list[ast.expr]:
         case ast.Compare(left=left, ops=ops, comparators=others):
             return [] if all(isinstance(op, ast.Is | ast.IsNot) for op in ops) else [left, *others]
     return []
-
-
-def is_plain_function(node: ast.AST) -> bool:
-    """Whether a node defines a function without decorators and defaults, so that the definition runs no code."""
-    if not isinstance(node, ast.FunctionDef):
-        return False
-    others = [*node.decorator_list, *node.args.defaults, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
-    return not any(others)
 
 
 def shorten(node: ast.AST) -> str:

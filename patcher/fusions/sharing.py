@@ -36,7 +36,6 @@ from patcher.fusions.purity import (
     arguments_of,
     check,
     is_plain,
-    is_plain_function,
     parameters_of,
     positions,
     problem_of,
@@ -280,14 +279,14 @@ class _Calls:
         last = positions(self.calls[-1])[1]
         deferred = [node for node in ast.walk(self.method.node) if isinstance(node, _DEFERRED)]
         deferred = [node for node in deferred if node is not self.method.node and positions(node)[0] < last]
-        followed = [node for node in deferred if isinstance(node, ast.GeneratorExp) or self._is_followed(node)]
-        region += [inner for node in followed for inner in ast.walk(node) if inner is not node]
+        generators = [node for node in deferred if isinstance(node, ast.GeneratorExp)]
+        region += [inner for node in generators for inner in ast.walk(node) if inner is not node]
         try:
             required = self._required_values(region)
         except NotUnderstoodError as error:
             raise NotUnderstoodError(f"between the projections: {error}", error.line) from error
         for node in deferred:
-            if node not in followed:
+            if node not in generators:
                 raise NotUnderstoodError(f"{shorten(node)!r} may run between the projections", positions(node)[0][0])
         self._check_assigned(region, roots, is_split=is_split)
         conditions = [text for text, node in self._ruled_out if self._is_relevant(node, roots)]
@@ -316,7 +315,6 @@ class _Calls:
         """
         tensors = self._inputs()
         options: Any = {"tensors": tensors, "parts": self.group, "runs": self._nodes}
-        options["first_call_end"] = None if self.loops else positions(self.calls[0])[1]
 
         def check_with(values: Iterable[str]) -> None:
             check(Body(self.method, self.module, values, **options), region)
@@ -334,10 +332,6 @@ class _Calls:
                 except NotUnderstoodError:
                     continue
         return names
-
-    def _is_followed(self, node: ast.AST) -> bool:
-        """Whether a function that is defined in the method can be checked with it: no parameter shadows an input."""
-        return is_plain_function(node) and self._inputs().isdisjoint(parameters_of(node))  # type: ignore[arg-type]
 
     def _inputs(self) -> set[str]:
         """Return the variables that the calls get, and those that are assigned to these."""
@@ -589,7 +583,6 @@ class _Calls:
                 inner = [one]
             case ast.Call(func=func) if not body.gives_new(node):
                 inner = [*arguments_of(node), *([func.value] if isinstance(func, ast.Attribute) else [])]
-                inner += body.assigned.get(f"{getattr(func, 'id', '')}()", [])  # of a function that is defined here
         return any(self._may_be_part(child, body, seen) for child in inner)
 
 

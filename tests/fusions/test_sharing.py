@@ -95,13 +95,7 @@ REFUSED = {
         "z = self.identity(x)\nz += 1",
         "z = self.drop(x)\nz += 1",
         "box = []\nsame = box\nbox.append(x)\nsame[0].add_(1)",
-        # functions that are defined there
-        "def do():\n    x.add_(1)\n\n\ndo()",
-        "def do(z):\n    z.add_(1)\n\n\ndo(x)",
-        "def do(z):\n    z += 1\n\n\ndo(x)",
-        "def do(z):\n    z += 1\n\n\ndo(z=x)",
-        "def do(z):\n    return z\n\n\ny = do(x)\ny += 1",
-        "def do(z):\n    return do(z) if z is None else z\n\n\ny = do(x)\ny.add_(1)",
+        "z = x * 1\nz += 1",
     ],
     "a class that isn't followed": ["class Local:\n    held = x.add_(1)"],
     "is assigned": [
@@ -132,7 +126,12 @@ REFUSED = {
         "max([x], key=writes)",
         "sum(z.add_(1).sum() for z in [x])",
     ],
-    "a function that isn't followed": ["do = lambda: x.add_(1)\ndo()"],
+    "a function that isn't followed": [
+        "do = lambda: x.add_(1)\ndo()",
+        "def do():\n    x.add_(1)\n\n\ndo()",
+        "def do(z):\n    z.add_(1)\n\n\ndo(x)",
+    ],
+    "no_grad is a class": ["@torch.no_grad()\ndef do():\n    pass"],
     "a generator that isn't followed": ["y = (z.add_(1) for z in [x])\nlist(y)"],
     "a 'match' that isn't followed": [
         "match x:\n    case y:\n        y.add_(1)",
@@ -148,7 +147,6 @@ REFUSED = {
     "a 'global' that isn't followed": ["global KEPT\nKEPT = x"],
     "set_grad_enabled is a class": ["torch.set_grad_enabled(False)", "turns_off_gradients()"],
     "sorted() may run anything": ["sorted([x], key=lambda z: z.add_(1).sum())"],
-    "no_grad is a class": ["@torch.no_grad()\ndef do():\n    pass"],
     "exec() may run anything": ["exec('x.add_(1)')"],
     "the type of 'self.k_proj' isn't known": ["self.k_proj.register_forward_hook(print)"],
     "a loop over 'self.layers', which isn't known": [
@@ -168,12 +166,6 @@ def test_what_may_change_the_input_is_refused_with_its_line(statements: str, wha
 
     assert re.match(r"between the projections: .*\(odd\.py:\d+\)\)*$", reason), reason
     assert what in reason
-
-
-def test_what_a_layer_that_writes_in_place_has_given_is_not_new(tmp_path: Path) -> None:
-    body = "z = self.act_in(x)\nq = self.q_proj(x)\nz += 1\nk, v = self.k_proj(x), self.v_proj(x)\nreturn q + k + v"
-
-    assert "'z += 1' (it may write in place)" in QKV().refusal(module_of(source_of(body), tmp_path / "odd.py"))
 
 
 #: an object of a user, whose operators write
@@ -224,39 +216,10 @@ def test_what_super_gives_is_not_a_value(tmp_path: Path) -> None:
     assert "the type of 'base' isn't known" in QKV().refusal(module)
 
 
-#: what the projections are given, of `y` that was made before them; and what is between them then
-OF_ANOTHER_NAME = [
-    "z = y",
-    "z = y[:]",
-    "z = y.view(2, 3, 8)",
-    "(z := y)",
-    "z = y if x.sum() > 9 else y",
-    "z = (y, x)[0]",
-]
-
-
-@pytest.mark.parametrize("made", ["x * 2", "self.norm(x)"])
-@pytest.mark.parametrize("given", OF_ANOTHER_NAME)
-@pytest.mark.parametrize("projections", ["q, k = self.q_proj(z), None\ny += 1\nk, v = self.k_proj(z), self.v_proj(z)",
-    "for _ in range(2):\n    q = self.q_proj(z)\n    if q is None:\n        y = x * 1\n    y += 1\n"
-    "    k, v = self.k_proj(z), self.v_proj(z)",
-])  # fmt: skip
-def test_what_was_made_before_the_projections_may_be_what_they_are_given(
-    made: str, given: str, projections: str, tmp_path: Path
-) -> None:
-    source = source_of(f"y = {made}\n{given}\n{projections}\nreturn q + k + v")
-
-    assert "'y += 1' (it may write in place)" in QKV().refusal(module_of(source, tmp_path / "odd.py"))
-
-
 #: what is refused where it is between projections, and may be right: it isn't followed
-NOT_FOLLOWED = ("sum(z * 2", "self.layers", "import math", "self.peeked", "size += 1")
+NOT_FOLLOWED = ("sum(z * 2", "self.layers", "import math", "self.peeked", "size += 1", "def inner")
 #: what is passed over, besides what generated forwards have
 PASSED = [
-    "def do(z):\n    y = z.transpose(0, 1)\n    return y * 2\n\n\ny = do(do(x))\nw = y.sum()",
-    "z = x * 1\nz += 1",
-    "z = x @ x.transpose(-1, -2)\nz += 1",
-    "z = 1\nz |= 2",
     "box = [x]\nbox.append(x * 2)\nz = box[1].sum()",
     "y = x\ndel y",
     "print(x.shape, str(x.dtype))",
@@ -409,7 +372,7 @@ ODD: dict[str, str | bool] = {
     "q, k, v = self.q_proj(*[x]), self.k_proj(x), self.v_proj(x)": "doesn't pass one positional argument",
     "q, k, v = [self.q_proj(x) for _ in 'a'][0], self.k_proj(x), self.v_proj(x)": "called in a comprehension",
     f"def f():\n    return self.q_proj(x)\n\n\n{ALL}": "q_proj is called in a nested function",
-    f"def f():\n    x.add_(1)\n\n\n{ALL}": "it may write in place",
+    f"def f():\n    x.add_(1)\n\n\n{ALL}": "may run between the projections",
     f"f = lambda: x.add_(1)\n{ALL}": "may run between the projections",
     f"def f(x):\n    return x\n\n\n{ALL}": "may run between the projections",
     f"{ALL}\nsuper().train()": r"forward calls super\(\)",

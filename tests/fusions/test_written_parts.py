@@ -93,12 +93,6 @@ def test_what_may_be_a_view_of_a_part_leaves_the_forward_as_a_copy(given: str, t
     assert compared(source, tmp_path / "again.py").status == "same"
 
 
-def test_a_part_that_a_function_from_before_it_gives_away_is_a_copy(tmp_path: Path) -> None:
-    source = source_of(f"def held():\n    return k\n\n\n{CALLS}\ns = held()\nreturn s, v * 2")
-
-    assert compared(source, tmp_path / "odd.py").status == "same"
-
-
 def test_each_call_gives_memory_of_its_own(tmp_path: Path) -> None:
     source = source_of(f"{CALLS}\nother = self.k_proj(x)\nother.mul_(2)\nreturn q * k * v + other")
 
