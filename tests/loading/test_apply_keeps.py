@@ -776,7 +776,7 @@ STACKS, LISTS = Patcher({"MixtralExperts": ExpertStack}), Patcher(module_mapping
 
 
 @pytest.mark.parametrize("patcher", [STACKS, STACKS | Patcher(fusions="qkv"), LISTS])
-def test_conversions_of_stock_that_a_class_has_come_before_are_reversed_again(patcher: Patcher, tmp_path: Path) -> None:
+def test_conversions_of_stock_that_those_of_a_class_preceded_are_reversed(patcher: Patcher, tmp_path: Path) -> None:
     folder = checkpoint(tiny_mixtral_config())
     expected = (folder / "model.safetensors").read_bytes()
     plain = AutoModelForCausalLM.from_pretrained(folder)
