@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaForCausalLM, MixtralForCausalLM, ResNetConfig
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralForCausalLM, ResNetConfig
 
 from patcher import PatchedWeightsError, Patcher, PatcherWarning, UnmatchedPatchError, plan, report
 from tests.support import shared
@@ -47,6 +48,33 @@ def test_a_declaration_that_matches_nothing_is_an_error(changes: dict[str, Any],
         load(llama, wrong.replace(strict=False))
     with pytest.raises(UnmatchedPatchError, match=text), wrong.applied():
         LlamaForCausalLM.from_pretrained(llama)
+
+
+class NoExperts(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+
+    def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+        return hidden_states
+
+
+NO_EXPERTS = Patcher({"MixtralExperts": NoExperts}, dropped_weights=[r"mlp\.experts\.gate_up", r"experts\.down_proj$"])
+
+
+@pytest.mark.parametrize(
+    ("config", "patcher"),
+    [(tiny_llama_config(), DECLARED), (tiny_mixtral_config(), NO_EXPERTS)],
+    ids=["mlp", "experts"],
+)
+def test_dropped_weights_may_be_gone_from_what_the_patched_model_has_saved(
+    config: Any, patcher: Patcher, tmp_path: Path
+) -> None:
+    AutoModelForCausalLM.from_pretrained(shared.checkpoint(config), patcher=patcher).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path, patcher=patcher)
+    assert plan(tmp_path, patcher).ok
+    wrong = patcher.replace(dropped_weights=[*patcher.dropped_weights, "up_prj"])
+    with pytest.raises(UnmatchedPatchError, match="dropped_weights: 'up_prj' matches no key of the checkpoint"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, patcher=wrong)
 
 
 def test_dropped_weights_are_judged_only_where_a_checkpoint_was_read(llama: Path) -> None:
