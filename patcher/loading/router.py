@@ -245,6 +245,8 @@ class Router:
             return
         try:
             layout = self._find_layout(group, bool(added))
+            if several := [name for name in layout.fused if "*" in name]:
+                raise ValueError(f"{several[0]} stands for several parameters, and its operations make one tensor")
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             self.routing.conversion_errors[group.first] = reason

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralForCausalLM, ResNetConfig
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralForCausalLM, ResNetConfig, WeightConverter
+from transformers.core_model_loading import Concatenate
 
 from patcher import PatchedWeightsError, Patcher, PatcherWarning, UnmatchedPatchError, plan, report
 from tests.support import shared
@@ -97,6 +98,25 @@ def test_a_declaration_is_matched_by_any_model_of_a_block(llama: Path, tmp_path:
 
 
 # --- conversions ---------------------------------------------------------------------------------------------------
+
+
+class ManyLinears(nn.Module):
+    conversion_mapping = WeightConverter(["*.w1.weight", "*.w3.weight"], ["both.*.weight"], [Concatenate(0)])
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        sizes = config.hidden_size, 2 * config.intermediate_size
+        self.both = nn.ModuleList(nn.Linear(*sizes, bias=False) for _ in range(config.num_local_experts))
+
+
+def test_a_target_of_several_parameters_of_which_the_operations_make_one() -> None:
+    text = (
+        r"both\.\*\.weight \[Concatenate\(dim=0\)\] failed .* both\.\*\.weight stands for several parameters, and its"
+    )
+    with pytest.raises(PatchedWeightsError, match=text) as caught:
+        patcher = Patcher({"MixtralExperts": ManyLinears}, dropped_weights="w2")
+        AutoModelForCausalLM.from_pretrained(shared.checkpoint(tiny_mixtral_config()), patcher=patcher)
+    assert "twice" not in str(caught.value)
 
 
 @pytest.mark.parametrize("target", ["mlp.gate_up_prj.weight", "mlp.gate_up.weight", "gate_up_projj.weight"])
