@@ -105,8 +105,7 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
         move_attributes(model, base, stock)
         model = transplant(model, stock, Weights(model, values, origins))
         if has_used_conversions(model):
-            keys = (origins.keys() | state.keys()) - stock_state.keys()
-            _reverse_also(model, keys, all_of_them=record is not None and bool(record.dropped))
+            _reverse_also(model, (origins.keys() | state.keys()) - stock_state.keys())
     for _, module in named_modules(model):
         for name in (RECORD, ORIGINAL):
             module.__dict__.pop(name, None)
@@ -116,15 +115,14 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _reverse_also(model: PreTrainedModel, keys: Iterable[str], *, all_of_them: bool) -> None:
-    """Have a save reverse the stock conversions that take keys of a checkpoint: conversions of a patcher took them."""
-    conversions = stock_conversions_from_scratch(model)
+def _reverse_also(model: PreTrainedModel, keys: Iterable[str]) -> None:
+    """Have a save reverse the stock conversions that take keys of a checkpoint, which a patcher had taken."""
+    conversions, used = stock_conversions_from_scratch(model), used_conversions(model)
     rename = key_renamer(conversions)
     for key in keys:
-        rename(key)
-    used = used_conversions(model)
+        rename(key)  # a match is noted on the conversion
     known = set(map(identity, used))
-    more = [item for item in conversions if (all_of_them or was_used(item)) and identity(item) not in known]
+    more = [item for item in conversions if was_used(item) and identity(item) not in known]
     set_used_conversions(model, (), [*used, *more])
 
 

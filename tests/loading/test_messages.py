@@ -113,8 +113,8 @@ def test_a_target_of_several_parameters_of_which_the_operations_make_one() -> No
     text = (
         r"both\.\*\.weight \[Concatenate\(dim=0\)\] failed .* both\.\*\.weight stands for several parameters, and its"
     )
+    patcher = Patcher({"MixtralExperts": ManyLinears}, dropped_weights="w2")
     with pytest.raises(PatchedWeightsError, match=text) as caught:
-        patcher = Patcher({"MixtralExperts": ManyLinears}, dropped_weights="w2")
         AutoModelForCausalLM.from_pretrained(shared.checkpoint(tiny_mixtral_config()), patcher=patcher)
     assert "twice" not in str(caught.value)
 

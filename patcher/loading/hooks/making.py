@@ -119,23 +119,18 @@ def _initialise(stock: Stock, self: PreTrainedModel, construction: Construction)
 
 def _check_ties(construction: Construction, model: PreTrainedModel) -> None:
     """Raise if a replacement lacks a parameter that transformers ties, or has it in another shape."""
-    matches = {id(built.module): built.match for built in construction.built}
-    for pair in ties(model).items() if matches else ():
-        shapes: dict[str, tuple[int, ...]] = {}
+    replaced = {id(built.module): built.match for built in construction.built}
+    for pair in ties(model).items() if replaced else ():
+        shapes = dict.fromkeys(pair, "is missing")
         for name in pair:
             with suppress(AttributeError):
-                shapes[name] = tuple(attrgetter(name)(model).shape)
-        if len(shapes) == 2 and len(set(shapes.values())) == 1:
-            continue
-        of_pair = [
-            matches[id(module)]
-            for path, module in named_modules(model)
-            if id(module) in matches and any(name.startswith(inside(path)) for name in pair)
-        ]
-        for match in of_pair[-1:]:  # the innermost; without one it is a fault of stock
-            found = " and ".join(f"{name} {shapes.get(name, 'is missing')}" for name in pair)
-            raise PatchConstructionError(
-                f"transformers ties {' to '.join(pair)}, and with {shown_name(match.replacement)} in place of "
-                f"{match.original.__qualname__} that is impossible: {found}. Keep the parameter in the replacement, "
-                "under its name and in its shape, and compute from it in forward."
-            )
+                shapes[name] = str(tuple(attrgetter(name)(model).shape))
+        is_possible = len(set(shapes.values())) == 1 and "is missing" not in shapes.values()
+        for path, module in () if is_possible else reversed([*named_modules(model)]):
+            if id(module) in replaced and any(name.startswith(inside(path)) for name in pair):
+                match, found = replaced[id(module)], " and ".join(map(" ".join, shapes.items()))
+                raise PatchConstructionError(
+                    f"transformers ties {' to '.join(pair)}, and with {shown_name(match.replacement)} in place of "
+                    f"{match.original.__qualname__} that is impossible: {found}. Keep the parameter in the "
+                    "replacement, under its name and in its shape, and compute from it in forward."
+                )
