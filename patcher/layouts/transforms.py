@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -191,7 +192,8 @@ class KeyResolver:
     ) -> None:
         self._model, self._tensors = model, dict(tensors)
         self._prefix = inside(model.base_model_prefix)
-        self._added = [_AddedCopy(conversion, self._prefix) for conversion in added]
+        has_prefix = any(name.startswith(self._prefix) for name in self._tensors)
+        self._added = [_AddedCopy(conversion, self._prefix, has_prefix) for conversion in added]
         # A match is noted on a conversion, and some conversions depend on what they have matched before.
         self._originals = mapping
         self._mapping = [item if type(item) in _STATELESS else copy_transform(item) for item in mapping]
@@ -280,25 +282,26 @@ class KeyResolver:
 class _AddedCopy:
     """A conversion of a patcher with a copy of its transform, since a match is noted on the transform."""
 
-    def __init__(self, added: Added, prefix: str) -> None:
+    def __init__(self, added: Added, prefix: str, has_prefix: bool) -> None:
         self.added = added
         self.transform: Any = copy_transform(added.transform)
-        self._scope, self._prefix = added.transform.scope_prefix, prefix
+        self._scope, self._modules = added.transform.scope_prefix, set(map(inside, added.modules or ()))
+        # A checkpoint may lack the prefix of the base model, or have it where the names of the model have none.
+        self._otherwise = prefix.__add__ if has_prefix else methodcaller("removeprefix", prefix)
 
     def rename(self, name: str) -> tuple[str, str | None]:
         """Return the new name, and the source pattern that matches, None if none does."""
         if self.added.modules is not None:
-            module = next(filter(self._applies_to, reversed(parents(name)[1:])), None)
+            module = next(filter(self._applies_to, reversed(parents(name))), None)
             if module is None:
                 return name, None
-            self.transform.scope_prefix = module if self._scope is None else f"{module}.{self._scope}"
+            self.transform.scope_prefix = ".".join(filter(None, (module, self._scope))) or None
             self.transform.base_model_prefix = ""
         renamed: tuple[str, str | None] = self.transform.rename_source_key(name)
         return renamed
 
     def _applies_to(self, path: str) -> bool:
-        modules = self.added.modules or frozenset()
-        return not modules.isdisjoint((path, self._prefix + path, path.removeprefix(self._prefix)))
+        return not self._modules.isdisjoint((inside(path), self._otherwise(inside(path))))
 
 
 def _renamings(name: str, steps: Sequence[Any]) -> Iterator[tuple[str, tuple[Added, ...]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import Context
 from dataclasses import replace
@@ -19,9 +19,12 @@ from transformers import PreTrainedModel
 from patcher.compat.attributes import has_gradient_hooks, is_compiled, share_storage
 from patcher.compat.conversions import (
     has_used_conversions,
+    key_renamer,
     set_used_conversions,
     stock_conversions,
     stock_conversions_from_scratch,
+    used_conversions,
+    was_used,
 )
 from patcher.compat.models import (
     ORIGINAL,
@@ -42,7 +45,7 @@ from patcher.construction.lock import construction_lock
 from patcher.errors import InvalidPatcherError
 from patcher.functions.models import restore_functions
 from patcher.layouts.carried import carry
-from patcher.layouts.transforms import converts
+from patcher.layouts.transforms import converts, identity
 from patcher.loading.findings import Diagnostics, outcome_of_modules
 from patcher.loading.in_memory import Weights, copy_hooks, move_attributes, transplant, unfuse
 from patcher.loading.initial_values import InitialValues, skip_complete
@@ -101,9 +104,8 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
         values = {name: value for name, value in stock_state.items() if name in origins or name not in state}
         move_attributes(model, base, stock)
         model = transplant(model, stock, Weights(model, values, origins))
-    if record is not None and record.dropped:  # conversions that a save reverses
-        conversions = stock_conversions_from_scratch(model)
-        set_used_conversions(model, conversions, conversions)
+        if has_used_conversions(model):
+            _reverse_also(model, (origins.keys() | state.keys()) - stock_state.keys())
     for _, module in named_modules(model):
         for name in (RECORD, ORIGINAL):
             module.__dict__.pop(name, None)
@@ -111,6 +113,17 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
         if isinstance(module, PreTrainedModel):
             forget_no_split_names(module, replaced)
     return model
+
+
+def _reverse_also(model: PreTrainedModel, keys: Iterable[str]) -> None:
+    """Have a save reverse the stock conversions that take keys of a checkpoint, which a patcher had taken."""
+    conversions, used = stock_conversions_from_scratch(model), used_conversions(model)
+    rename = key_renamer(conversions)
+    for key in keys:
+        rename(key)  # a match is noted on the conversion
+    known = set(map(identity, used))
+    more = [item for item in conversions if was_used(item) and identity(item) not in known]
+    set_used_conversions(model, (), [*used, *more])
 
 
 def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
@@ -153,8 +166,10 @@ def _replaced(patcher: Patcher, model: PreTrainedModel) -> tuple[PreTrainedModel
     base, load = _construct(model).model, _construct(model, (entry,), requested=(entry,))
     move_attributes(model, base, load.model)
     _check_not_added(load, model, base)
+    stock, used = stock_conversions(load.model), used_conversions(model) if has_used_conversions(model) else []
+    of_key_mapping = [item for item in used if identity(item) not in set(map(identity, stock))]
     set_used_conversions(model, (), None)  # a key_mapping of its load would rename the weights
-    selected, mapping = select(load, stock_conversions(load.model), None)
+    selected, mapping = select(load, stock, None)
     added, replaced = selected.conversions.added, load.record.paths_of_replacements
     checkpoint = _checkpoint(model, base)
     router = Router(load.model, checkpoint, mapping, added, replaced=replaced, dtype=lambda name: model.dtype)
@@ -169,7 +184,7 @@ def _replaced(patcher: Patcher, model: PreTrainedModel) -> tuple[PreTrainedModel
     origins = {name: item.stock for item in record.routes for name in item.parameters}
     model = transplant(model, loaded.model, Weights(model, _convert(loaded, checkpoint, model), origins))
     carry_routes(model, record.routes, record.paths_of_replacements)
-    set_used_conversions(model, mapping, routing.used)
+    set_used_conversions(model, mapping, [*of_key_mapping, *routing.used])
     return model, record
 
 

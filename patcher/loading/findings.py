@@ -13,7 +13,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
-from patcher.compat.conversions import copy_transform, dot_natural_key, source_patterns, target_patterns
+from patcher.compat.conversions import (
+    copy_transform,
+    dot_natural_key,
+    source_patterns,
+    stock_revert,
+    target_patterns,
+)
 from patcher.compat.models import state_tensors, stock_class
 from patcher.construction.construction import Construction
 from patcher.construction.in_force import LAYOUT, InForce, Key, Outcome, Unused
@@ -25,7 +31,7 @@ from patcher.fusions.families import fusion_named
 from patcher.layouts.transforms import conversions_of, converts, describe, identity
 from patcher.loading.routes import Routing
 from patcher.patterns import compress, is_expression, matches_path, nearest_paths
-from patcher.resolution.resolution import NO_CHANGE, Resolution
+from patcher.resolution.resolution import NO_CHANGE, Resolution, skeleton
 from patcher.spec.like import Like
 from patcher.spec.validation import MODULE_MAPPINGS, required_groups
 
@@ -232,7 +238,12 @@ def outcome_of_weights(
             explain = partial(_unused_conversion, where, transform, keys, parameters)
             unused[entry, "conversions", (identity(transform),)] = explain
         texts, names = entry.patcher.dropped_weights, {*keys, *unexpected}
-        matches = [text for text in texts if selected.runtime_layout or any(search(text, name) for name in names)]
+        matches = {text for text in texts if selected.runtime_layout or any(search(text, name) for name in names)}
+        if len(matches) < len(texts):  # what the patched model has saved lacks them
+            stock_model = skeleton(selected.record.model_class, selected.model.config)
+            state = stock_model.state_dict()
+            names = {*state, *stock_revert(stock_model, state)}
+            matches |= {text for text in texts if any(search(text, name) for name in names)}
         used |= {(entry, "dropped_weights", text) for text in matches}
         unused |= _unmatched_expressions(entry, "dropped_weights", "no key of the checkpoint", "checkpoint keys", keys)
     return Outcome(frozenset(used), unused)

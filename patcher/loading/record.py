@@ -139,8 +139,8 @@ def _part(record: PatchRecord, prefix: str, model_class: Any) -> PatchRecord:
         functions=record.functions,
         rules=record.rules,
         modules=tuple(
-            replace(item, path=item.path.removeprefix(prefix))
+            replace(item, path=item.path[len(prefix) :])
             for item in record.modules
-            if item.path.startswith(prefix)
+            if inside(item.path).startswith(prefix)
         ),
     )

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -109,7 +110,9 @@ class Router:
             {name for layout in self.layouts for name in layout.stock},
         )
         get_parameter, state_dict = self.stock_state.__getitem__, lambda: self.stock_state
-        self.view: Any = ModelView(self.model, get_parameter=get_parameter, state_dict=state_dict)
+        self.view: Any = ModelView(
+            self.model, get_parameter=get_parameter, state_dict=state_dict, get_submodule=self._stock_layer
+        )
         self.routing = Routing(rest=dict(self.checkpoint), missing_keys=set(self.state))
         self.parts: dict[str, _Part] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -118,6 +121,11 @@ class Router:
         self.problems: dict[str, list[str]] = defaultdict(list)
         #: key -> name, of tensors that the stock model has no place for
         self.unplaced: dict[str, str] = {}
+
+    def _stock_layer(self, path: str) -> SimpleNamespace:
+        """Return the tensors of a stock layer, whose dtype a quantizer looks up: it may be a part of another here."""
+        names = [name for name in self.stock_state if name.rpartition(".")[0] == path]
+        return SimpleNamespace(**{name.rpartition(".")[2]: self.stock_state[name] for name in names})
 
     @cached_property
     def revert(self) -> Revert:
@@ -237,6 +245,8 @@ class Router:
             return
         try:
             layout = self._find_layout(group, bool(added))
+            if several := [name for name in layout.fused if "*" in name]:
+                raise ValueError(f"{several[0]} stands for several parameters, and its operations make one tensor")
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             self.routing.conversion_errors[group.first] = reason

@@ -150,7 +150,8 @@ def unfit_error(problems: Mapping[str, Sequence[str]]) -> PatchedWeightsError | 
         listed = list(dict.fromkeys(problems.get(kind, ())))
         if kind not in ("failed", "misfits"):
             listed = compress(sorted(listed, key=dot_natural_key))
-        if listed and not (kind == "failed" and problems.get("incomplete")):  # for that reason
+        is_told = kind == "failed" and (problems.get("incomplete") or problems.get("quantized"))  # the reason
+        if listed and not is_told:
             lines += [what, *(f"  {line}" for line in listed[:10]), advice]
     return PatchedWeightsError("\n".join(lines)) if lines else None
 

@@ -33,6 +33,7 @@ from patcher.fusions.fused_module import FusedModule, fuse, fuse_all, takes_modu
 from patcher.layouts.carried import fused_layouts
 from patcher.layouts.layouts import Layout
 from patcher.layouts.transforms import describe, select_conversions
+from patcher.patterns import inside
 from patcher.spec.forward_of import shown_name
 from patcher.spec.patcher import Patcher
 
@@ -167,15 +168,16 @@ def resolve_constructed(
         fusion = fusion_named(request)
         findings = discover(fusion, model)
         for path, module in findings.matches.items():
-            if path in claimed:
-                raise PatchConflictError(f"The fusions {claimed[path]!r} and {request!r} both claim {path}; use one.")
+            stock = [name for layout in findings.layouts.get(path, ()) for name in layout.stock]
+            for claim in (path, *map(inside(path).__add__, stock)):
+                if (first := claimed.setdefault(claim, request)) != request:
+                    raise PatchConflictError(f"The fusions {first!r} and {request!r} both claim {claim}; use one.")
             if path in replaced:
                 mapping = "class mapping" if rules.match_path(path, type(module)) is None else "module mapping"
                 raise PatchConflictError(
                     f"The fusion {request!r} claims {path}, which the {mapping} replaces by "
                     f"{replaced[path].__qualname__}; take one of them away."
                 )
-            claimed[path] = request
         kept = {path: carried.layouts for path, carried in already.items() if carried.fusion == name_or_fusion(fusion)}
         by_fusion[request] = (*kept, *findings.matches)
         fused |= {path: unrebound(type(modules[path])) for path in kept}

@@ -77,7 +77,7 @@ class Patcher:
         new_weights: expressions; parameters and persistent buffers of replaced modules that may be missing in the
             checkpoint, and keep the values of their `__init__`. Each has to be found in the name of one of the model.
         dropped_weights: expressions; checkpoint tensors under replaced modules that may stay unused. Each has to be
-            found in a key, if the checkpoint is in the original layout.
+            found in a key, if the checkpoint is in the original layout, or in the name of a weight of the stock model.
         alternatives: groups of class keys of which a model needs to have only one, such as the names of one class in
             several architectures. Every key outside of them must match a class, and so must the key of a group of
             one.

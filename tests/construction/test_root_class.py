@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2MoeForCausalLM,
 )
+from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from patcher import Patcher
@@ -296,6 +297,57 @@ def test_a_replaced_sub_model_can_be_saved_by_itself(llama: Path, tmp_path: Path
     model.model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaModel"]
     assert same_output(LlamaModel.from_pretrained(tmp_path), LlamaModel.from_pretrained(llama))
+
+
+class TurnedHead(LlamaForCausalLM):
+    conversion_mapping = WeightConverter("^lm_head.weight$", "head", [Transpose(0, 1)])
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        del self.lm_head
+        self.head = nn.Parameter(torch.empty(config.hidden_size, config.vocab_size))
+
+    def lm_head(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.head
+
+
+class RenamedNorm(LlamaModel):
+    conversion_mapping = WeightRenaming("^norm", "last")
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.last = self._modules.pop("norm")
+
+    def norm(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x)
+
+
+@pytest.mark.parametrize("load_class", [LlamaForCausalLM, LlamaModel])
+@pytest.mark.parametrize("with_head", [True, False])
+def test_the_conversions_of_a_class_begin_at_the_model_that_it_replaces(
+    load_class: Any, with_head: bool, llama: Path, tmp_path: Path
+) -> None:
+    folder = llama
+    if not with_head:  # keys without the prefix of the base model
+        LlamaModel.from_pretrained(llama).save_pretrained(folder := tmp_path / "base")
+    patcher = Patcher({"LlamaModel": RenamedNorm})
+    if load_class is LlamaForCausalLM and with_head:
+        patcher |= Patcher({"LlamaForCausalLM": TurnedHead})
+    stock, model = load_class.from_pretrained(folder), load_class.from_pretrained(folder, patcher=patcher)
+    if not with_head:  # that of the model is random
+        model.load_state_dict(stock.state_dict())
+    for each in (model, patcher.apply(stock), Patcher().apply(model)):
+        assert same_output(each, stock)
+        each.save_pretrained(tmp_path / "patched")
+        stock.save_pretrained(tmp_path / "stock")
+        assert same_checkpoint(tmp_path / "patched", tmp_path / "stock")
+
+
+def test_a_replaced_sub_model_of_a_config_saves_as_stock(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(tiny_llama_config(), patcher=Patcher({"LlamaModel": RenamedNorm}))
+    model.model.save_pretrained(tmp_path)
+    _, info = LlamaModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert info["missing_keys"] | info["unexpected_keys"] == set()
 
 
 def test_a_replaced_gpt2_ties_its_head(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Lla
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import patcher.fusions
-from patcher import PatchConstructionError, Patcher, report
+from patcher import PatchConflictError, PatchConstructionError, Patcher, report
 from patcher.compat.models import is_initialized, mark_initialized
 from patcher.fusions import Fusion, GateUp, Layout, Rows
 from patcher.layouts.carried import fused_modules, separated
@@ -115,6 +115,18 @@ def test_one_inside_of_another_is_given_back(beside: tuple[str, ...], folder: Pa
         files = [path / "model.safetensors" for path in (folder, tmp_path / str(number))]
         assert files[0].read_bytes() == files[1].read_bytes()
         assert list(separated(fused_modules(each), each.state_dict())[0]) == list(load(folder).state_dict())
+
+
+class TurnedProjections(TurnedDown):
+    target_modules_patterns = (r"_proj$",)
+
+
+@pytest.mark.parametrize("fusions", [(TurnedProjections(), "qkv"), ("qkv", TurnedProjections())], ids=str)
+def test_a_layer_that_another_fusion_joins_is_a_conflict(fusions: tuple[Any, ...], folder: Path) -> None:
+    with pytest.raises(PatchConflictError, match=r"both claim model\.layers\.0\.self_attn\.q_proj\.weight; use one"):
+        load(folder, *fusions)
+    model = load(folder, TurnedProjections("**.{0..1}.mlp.**"), "qkv")
+    torch.testing.assert_close(logits(model), logits(load(folder)), atol=1e-4, rtol=1e-4)
 
 
 def test_what_a_fusion_has_made_may_be_fused_again() -> None:

@@ -37,6 +37,7 @@ from patcher.layouts.transforms import describe
 from patcher.patterns import compress
 from patcher.source.call_sites import why_unfit
 from tests.support import shared
+from tests.support.comparing import logits
 from tests.support.memory import peak
 from tests.support.replacements import (
     JOIN,
@@ -662,9 +663,11 @@ def test_a_checkpoint_in_float8_is_planned_as_it_is_loaded(patcher: Patcher, tmp
         quantized = value.ndim == 2 and "proj" in key
         tensors[key] = value.to(torch.float8_e4m3fn) if quantized else value
         if quantized:
-            tensors[f"{key}_scale_inv"] = torch.ones(value.shape[0] // 16, value.shape[1] // 16)
+            tensors[f"{key}_scale_inv"] = torch.rand(value.shape[0] // 16, value.shape[1] // 16)
     blocks = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
     model.config.quantization_config = blocks
     model.config.save_pretrained(tmp_path / "fp8")
     save_file(tensors, tmp_path / "fp8" / "model.safetensors", metadata={"format": "pt"})
     held(tmp_path / "fp8", AutoModelForCausalLM, patcher)
+    fused, stock = (AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", patcher=each) for each in (patcher, None))
+    torch.testing.assert_close(logits(fused), logits(stock), atol=1e-5, rtol=1e-5)

@@ -285,7 +285,8 @@ def test_of_quantized_weights_no_others_are_made(
 ) -> None:
     LlamaForCausalLM.from_pretrained(llama, quantization_config=quantizer()).save_pretrained(tmp_path)
     part = "q_proj" if patcher is FUSED_QKV else "gate_proj"
-    pattern = rf"quantized, and so are these weights(?s:.*){part}(?s:.*)Fuse the full-precision"
+    advice = r"Fuse the full-precision checkpoint, and quantize that while it loads\.\Z"
+    pattern = rf"quantized, and so are these weights(?s:.*){part}(?s:.*){advice}"
     with pytest.raises(PatchedWeightsError, match=pattern):
         LlamaForCausalLM.from_pretrained(tmp_path, patcher=patcher)
 

@@ -38,12 +38,14 @@ from patcher import (
     PatchConstructionError,
     Patcher,
     UnmatchedPatchError,
+    checkpoint_weights,
     load_original_state_dict,
     report,
 )
 from patcher.fusions import Fusion
 from tests.functions.modeling_tiny import TinyConfig, TinyModel
 from tests.support.beside import LINEAR_EXPERTS
+from tests.support.bringing import ExpertLinears, ExpertStack
 from tests.support.comparing import logits
 from tests.support.replacements import JOINED, OWN, OwnLayer, OwnNorm
 from tests.support.shared import checkpoint
@@ -727,9 +729,8 @@ def test_a_model_whose_checkpoint_has_other_names(patcher: Patcher, tmp_path: Pa
     assert torch.allclose(logits(patched), logits(plain), atol=1e-5)
     plain.save_pretrained(tmp_path / "plain")
     assert load_file(tmp_path / "plain" / "model.safetensors").keys() == named.keys()
-    if patcher is BOTH:
-        patched.save_pretrained(tmp_path / "patched")
-        assert load_file(tmp_path / "patched" / "model.safetensors").keys() == named.keys()
+    patched.save_pretrained(tmp_path / "patched")
+    assert load_file(tmp_path / "patched" / "model.safetensors").keys() == named.keys()
     back = Patcher().apply(patched)
     assert torch.equal(logits(back), logits(plain))
 
@@ -769,6 +770,23 @@ def test_filtered_conversions_of_stock_come_back(patcher: Patcher, tmp_path: Pat
         assert {key for key in written if "offset" not in key} == load_file(folder / "model.safetensors").keys()
         back.save_pretrained(tmp_path / "saved")
         assert (tmp_path / "saved" / "model.safetensors").read_bytes() == expected
+
+
+STACKS, LISTS = Patcher({"MixtralExperts": ExpertStack}), Patcher(module_mapping={"**.1.mlp.experts": ExpertLinears})
+
+
+@pytest.mark.parametrize("patcher", [STACKS, STACKS | Patcher(fusions="qkv"), LISTS])
+def test_conversions_of_stock_that_those_of_a_class_preceded_are_reversed(patcher: Patcher, tmp_path: Path) -> None:
+    folder = checkpoint(tiny_mixtral_config())
+    expected = (folder / "model.safetensors").read_bytes()
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    for model in (patcher.apply(plain), AutoModelForCausalLM.from_pretrained(folder, patcher=patcher)):
+        back = Patcher().apply(model)
+        assert torch.equal(logits(back), logits(plain))
+        for each in (model, back, patcher.apply(back)):
+            each.save_pretrained(tmp_path / "saved")
+            assert (tmp_path / "saved" / "model.safetensors").read_bytes() == expected
+            assert dict(checkpoint_weights(each)).keys() == load_file(folder / "model.safetensors").keys()
 
 
 def test_no_module_is_replaced_by_one_of_random_weights() -> None:

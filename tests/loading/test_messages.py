@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaForCausalLM, MixtralForCausalLM, ResNetConfig
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralForCausalLM, ResNetConfig, WeightConverter
+from transformers.core_model_loading import Concatenate
 
 from patcher import PatchedWeightsError, Patcher, PatcherWarning, UnmatchedPatchError, plan, report
 from tests.support import shared
@@ -49,6 +51,33 @@ def test_a_declaration_that_matches_nothing_is_an_error(changes: dict[str, Any],
         LlamaForCausalLM.from_pretrained(llama)
 
 
+class NoExperts(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+
+    def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+        return hidden_states
+
+
+NO_EXPERTS = Patcher({"MixtralExperts": NoExperts}, dropped_weights=[r"mlp\.experts\.gate_up", r"experts\.down_proj$"])
+
+
+@pytest.mark.parametrize(
+    ("config", "patcher"),
+    [(tiny_llama_config(), DECLARED), (tiny_mixtral_config(), NO_EXPERTS)],
+    ids=["mlp", "experts"],
+)
+def test_dropped_weights_may_be_gone_from_what_the_patched_model_has_saved(
+    config: Any, patcher: Patcher, tmp_path: Path
+) -> None:
+    AutoModelForCausalLM.from_pretrained(shared.checkpoint(config), patcher=patcher).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path, patcher=patcher)
+    assert plan(tmp_path, patcher).ok
+    wrong = patcher.replace(dropped_weights=[*patcher.dropped_weights, "up_prj"])
+    with pytest.raises(UnmatchedPatchError, match="dropped_weights: 'up_prj' matches no key of the checkpoint"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, patcher=wrong)
+
+
 def test_dropped_weights_are_judged_only_where_a_checkpoint_was_read(llama: Path) -> None:
     wrong = DECLARED.replace(dropped_weights="nothing")
     with wrong.applied():
@@ -69,6 +98,25 @@ def test_a_declaration_is_matched_by_any_model_of_a_block(llama: Path, tmp_path:
 
 
 # --- conversions ---------------------------------------------------------------------------------------------------
+
+
+class ManyLinears(nn.Module):
+    conversion_mapping = WeightConverter(["*.w1.weight", "*.w3.weight"], ["both.*.weight"], [Concatenate(0)])
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        sizes = config.hidden_size, 2 * config.intermediate_size
+        self.both = nn.ModuleList(nn.Linear(*sizes, bias=False) for _ in range(config.num_local_experts))
+
+
+def test_a_target_of_several_parameters_of_which_the_operations_make_one() -> None:
+    text = (
+        r"both\.\*\.weight \[Concatenate\(dim=0\)\] failed .* both\.\*\.weight stands for several parameters, and its"
+    )
+    patcher = Patcher({"MixtralExperts": ManyLinears}, dropped_weights="w2")
+    with pytest.raises(PatchedWeightsError, match=text) as caught:
+        AutoModelForCausalLM.from_pretrained(shared.checkpoint(tiny_mixtral_config()), patcher=patcher)
+    assert "twice" not in str(caught.value)
 
 
 @pytest.mark.parametrize("target", ["mlp.gate_up_prj.weight", "mlp.gate_up.weight", "gate_up_projj.weight"])

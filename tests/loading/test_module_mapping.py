@@ -13,13 +13,19 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, WeightConverter
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightRenaming
+from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightRenaming
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 import patcher
 from patcher import Patcher, UnmatchedPatchError, diff, plan, report, verify
 from patcher.codegen import PatchConfig
-from patcher.errors import CodegenError, InvalidPatcherError, PatchConflictError, PatchedWeightsError
+from patcher.errors import (
+    CodegenError,
+    InvalidPatcherError,
+    PatchConflictError,
+    PatchConstructionError,
+    PatchedWeightsError,
+)
 from patcher.fusions import GateUp
 from tests.support import shared
 from tests.support.bringing import BringingMLP, ExpertLinears, ExpertStack, TurnedMLP
@@ -116,6 +122,49 @@ def test_a_tied_head_stays_tied(tmp_path: Path) -> None:
     model = load(tmp_path / "tied", Patcher(module_mapping={"lm_head": OwnHead}))
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert_saved_alike(model, stock, tmp_path)
+
+
+class TurnedHead(nn.Module):
+    conversion_mapping = WeightConverter("weight", "columns", [Transpose(0, 1)])
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__()
+        self.columns = nn.Parameter(torch.empty(in_features, out_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.columns
+
+
+class TurnedEmbedding(nn.Embedding):
+    conversion_mapping = WeightConverter("weight", "weight", [Transpose(0, 1)])
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None) -> None:
+        super().__init__(embedding_dim, num_embeddings)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        return self.weight.T[input]
+
+
+@pytest.mark.parametrize(
+    ("mapping", "found"),
+    [
+        ({"lm_head": TurnedHead}, r"TurnedHead in place of Linear .*: lm_head\.weight is missing and model\."),
+        ({"model.embed_tokens": TurnedEmbedding}, r"lm_head\.weight \(128, 64\) and model\..*\.weight \(64, 128\)"),
+    ],
+)
+def test_a_tied_parameter_that_a_replacement_lacks_is_an_error(mapping: Any, found: str) -> None:
+    tied, untied = (tiny_llama_config(tie_word_embeddings=is_tied) for is_tied in (True, False))
+    patcher, folder, before = Patcher(module_mapping=mapping), shared.checkpoint(tied), snapshot()
+    text = rf"transformers ties lm_head\.weight to model\.embed_tokens\.weight, .*{found}"
+    with pytest.raises(PatchConstructionError, match=text):
+        load(folder, patcher)
+    with pytest.raises(PatchConstructionError, match=text):
+        AutoModelForCausalLM.from_config(tied, patcher=patcher)
+    with pytest.raises(PatchConstructionError, match=text), patcher.applied():
+        LlamaForCausalLM(tied)
+    assert not plan(folder, patcher).ok
+    assert not changes(before)
+    assert torch.equal(logits(load(shared.checkpoint(untied), patcher)), logits(load(shared.checkpoint(untied))))
 
 
 def test_it_wins_over_the_class_mapping_and_stands_beside_it(folder: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
+from operator import attrgetter
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from patcher.compat.models import stock_class
+from patcher.compat.models import named_modules, stock_class, ties
 from patcher.compat.seams import Stock, seam
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, replace_modules
@@ -18,6 +20,7 @@ from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.loading.findings import Diagnostics
 from patcher.loading.initial_values import preserve_computed_buffers
 from patcher.loading.load import check_constructed, check_supported, finish_by_hand
+from patcher.patterns import inside
 from patcher.resolution.resolution import (
     fuse_constructed_modules,
     rebuild_fused_modules,
@@ -25,6 +28,7 @@ from patcher.resolution.resolution import (
     replace_functions,
 )
 from patcher.spec.fingerprints import check_built, check_pins
+from patcher.spec.forward_of import shown_name
 from patcher.spec.patcher import Patcher
 
 
@@ -104,9 +108,29 @@ def _initialise(stock: Stock, self: PreTrainedModel, construction: Construction)
         replace_functions(construction, self)
         if not construction.is_skeleton:
             rebuild_fused_modules(construction, self)
+    _check_ties(construction, self)
     with preserve_computed_buffers(built.module for built in construction.built if built.outermost):
         stock(self)
     if is_root:
         construction.is_constructed = True
         if construction.by_hand:
             construction.at_end = [functools.partial(finish_by_hand, construction, self)]
+
+
+def _check_ties(construction: Construction, model: PreTrainedModel) -> None:
+    """Raise if a replacement lacks a parameter that transformers ties, or has it in another shape."""
+    replaced = {id(built.module): built.match for built in construction.built}
+    for pair in ties(model).items() if replaced else ():
+        shapes = dict.fromkeys(pair, "is missing")
+        for name in pair:
+            with suppress(AttributeError):
+                shapes[name] = str(tuple(attrgetter(name)(model).shape))
+        is_possible = len(set(shapes.values())) == 1 and "is missing" not in shapes.values()
+        for path, module in () if is_possible else reversed([*named_modules(model)]):
+            if id(module) in replaced and any(name.startswith(inside(path)) for name in pair):
+                match, found = replaced[id(module)], " and ".join(map(" ".join, shapes.items()))
+                raise PatchConstructionError(
+                    f"transformers ties {' to '.join(pair)}, and with {shown_name(match.replacement)} in place of "
+                    f"{match.original.__qualname__} that is impossible: {found}. Keep the parameter in the "
+                    "replacement, under its name and in its shape, and compute from it in forward."
+                )

@@ -21,6 +21,7 @@ from patcher import Patcher
 from patcher.construction import lock
 from tests.project.advice import OwnMLP, Place, Steps, advice, load, same, written
 from tests.support.replacements import OfOlderReleases
+from tests.support.shared import checkpoint
 from tests.support.tiny import tiny_llama_config
 
 QKV = Patcher(fusions="qkv")
@@ -45,6 +46,24 @@ class Beginning(LlamaMLP):
 def an_init_that_does_not_call_that_of_the_module(at: Place) -> Steps:
     yield lambda: load(at.llama, instead_of_mlp(NoBeginning))
     assert same(load(at.llama, instead_of_mlp(Beginning)), at.llama)
+
+
+class Flat(nn.Module):
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__()
+        self.flat = nn.Parameter(torch.empty(out_features * in_features))
+
+
+class FlatInForward(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        return input @ self.weight.flatten().view(self.weight.shape).T
+
+
+@advice("Keep the parameter in the replacement, under its name and in its shape, and compute from it in forward.")
+def a_replacement_without_the_parameter_that_is_tied(at: Place) -> Steps:
+    folder = checkpoint(tiny_llama_config(tie_word_embeddings=True))
+    yield lambda: load(folder, Patcher(module_mapping={"lm_head": Flat}))
+    assert same(load(folder, Patcher(module_mapping={"lm_head": FlatInForward})), folder)
 
 
 class OfBoth(LlamaMLP):
