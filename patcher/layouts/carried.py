@@ -259,15 +259,23 @@ def separated(
         PatchedWeightsError: some of it can't be known.
     """
     result, converted = dict(state_dict), set[str]()
-    # Modules inside of others come first, the model itself last.
-    for carrier in sorted(carrying, key=lambda carrier: -len(carrier.path.split(".")) if carrier.path else 0):
-        prefix = carrier.prefix
-        fused = {key: value for key, value in result.items() if key.startswith(prefix)}
-        if fused:
-            tensors = {key.removeprefix(prefix): value for key, value in fused.items()}
-            stock, names = carrier.carried.separate(in_state_dict(carrier.path), tensors)
-            result = _substitute(fused, {f"{prefix}{name}": value for name, value in stock.items()}, result)
-            converted |= {f"{prefix}{name}" for name in names}
+    by_depth: dict[int, dict[str, Carrier]] = {}
+    for carrier in carrying:
+        by_depth.setdefault(carrier.prefix.count("."), {})[carrier.prefix] = carrier
+    for depth, same in sorted(by_depth.items(), reverse=True):  # modules inside of others first, the model itself last
+        # The tensors of each module, in the place of its first one: shards depend on the order.
+        grouped: dict[str, dict[str, torch.Tensor]] = {}
+        for key, value in result.items():
+            prefix = "".join(f"{part}." for part in key.split(".", depth)[:depth])
+            grouped.setdefault(prefix if prefix in same else key, {})[key] = value
+        result = {}
+        for prefix, tensors in grouped.items():
+            if (owner := same.get(prefix)) is not None:
+                inner = {key.removeprefix(prefix): value for key, value in tensors.items()}
+                inner, names = owner.carried.separate(in_state_dict(owner.path), inner)
+                tensors = {f"{prefix}{name}": value for name, value in inner.items()}
+                converted |= {f"{prefix}{name}" for name in names}
+            result |= tensors
     return result, converted
 
 
