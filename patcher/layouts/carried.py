@@ -374,17 +374,17 @@ class _JoinParts:
                     "dict that its state_dict() gave."
                 )
             parts = {} if ambiguous else _pop_parts(layout, prefix, state_dict)
-            both = [name for name in layout.fused if f"{prefix}{name}" in state_dict] if parts else []
-            if both:
+            given = [name for name in layout.fused if f"{prefix}{name}" in state_dict]
+            current = {name: named_parameter(self, name) for name in layout.fused}
+            if parts and given:
                 error_msgs.append(
-                    f"{prefix}{next(iter(parts))} and {prefix}{both[0]} are both in the state dict, and one is made "
+                    f"{prefix}{next(iter(parts))} and {prefix}{given[0]} are both in the state dict, and one is made "
                     "of the other: which is meant can't be known. Take one of them out. Where a tool has filled in "
                     "what the model has (set_model_state_dict of torch.distributed.checkpoint with "
                     "full_state_dict=True), use patcher.load_original_state_dict(model, state_dict), with a state "
                     "dict that has not been filled in."
                 )
-            elif parts:
-                current = {name: named_parameter(self, name) for name in layout.fused}
+            elif parts or (_ORIGINAL.get() and not given and None not in current.values()):
                 fused = _fuse_parts(layout, parts, prefix, current, missing_keys, error_msgs, assign=assign)
                 # A parameter that is left as it is isn't missing: its parts are, or an error was reported.
                 state_dict.update({f"{prefix}{name}": value for name, value in fused.items() if value is not None})

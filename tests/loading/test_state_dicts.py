@@ -287,6 +287,20 @@ def test_weights_on_the_disk_are_in_the_original_state_dict(tmp_path: Path) -> N
         load_original_state_dict(model, row.stock().state_dict())
 
 
+@rows_of_two_layouts
+def test_what_is_missing_has_the_names_of_transformers(row: Row) -> None:
+    """Also if all that makes one parameter is missing."""
+    model, stock = row.patched(), row.stock()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    result = load_original_state_dict(model, {}, strict=False)
+    assert set(result.missing_keys) == set(stock.load_state_dict({}, strict=False).missing_keys)
+    assert len(result.missing_keys) == len(set(result.missing_keys))
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    with pytest.raises(RuntimeError, match="Missing key") as raised:
+        load_original_state_dict(model, {})
+    assert all(f'"{key}"' in str(raised.value) for key in result.missing_keys)
+
+
 @pytest.mark.libraries
 def test_a_compiled_model_and_a_module_around_take_either_layout() -> None:
     row = BY_NAME["class mapping with conversions"]
