@@ -128,12 +128,14 @@ class ModuleLayouts:
     def _check(self, path: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise for tensors that are quantized, were added to a fused module, or are present in both layouts."""
         prefix, fused = inside(path), self.fused
-        owners = {name.rpartition(".")[0]: name for name in tensors}
         fused_layers = tuple({f"{owner}." for name in fused if (owner := name.rpartition(".")[0])})
         for layout in self.all:
             for name in layout.fused:
-                value = tensors.get(name, tensors.get(owners.get(name, "")))  # quantizers may have `weight._data`
-                if value is not None and (name not in tensors or is_quantized(value)):
+                # Quantizers may have `weight._data` or `_weight_qdata` instead.
+                layer = f"{name.rpartition('.')[0]}."
+                others = () if name in tensors else (other for key, other in tensors.items() if key.startswith(layer))
+                value = tensors.get(name, next(filter(is_quantized, others), None))
+                if value is not None and is_quantized(value):
                     raise _not_saved(
                         f"{prefix}{name}",
                         f"it is quantized ({type(value).__name__} of {value.dtype}), and its scales fit this layout "
