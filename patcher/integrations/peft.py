@@ -59,9 +59,21 @@ def inject(stock: Stock, self: Any, model: Any, adapter_name: str, *args: Any, *
 
 @seam("peft.utils.transformers_weight_conversion:convert_peft_config_for_transformers", "peft_config", "model")
 def convert_config(stock: Stock, peft_config: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Convert target names from layers of experts to stacks, unless the model has the layers that are named."""
+    """Convert target names from layers of experts to stacks, unless the model has the layers that are named.
+
+    Raises:
+        InvalidPatcherError: if an adapter of single experts is loaded into a model without them.
+    """
+    written = _WRITTEN.search(str(getattr(peft_config, "target_modules", None)))
     if not _names_experts(peft_config, model):
         stock(peft_config, model, *args, **kwargs)
+    is_stacked = bool(getattr(peft_config, "target_parameters", None))
+    if written and not is_stacked and not any(matches(written[1], path) for path, _ in named_modules(model)):
+        raise InvalidPatcherError(
+            f"The adapter has layers of single experts ({written[1]}), and {type(model).__name__} has none, so their "
+            "weights would be left out. Load the model with the patcher that the adapter was trained with, such as "
+            "Patcher(fusions='sequential_experts')."
+        )
 
 
 def _prepare(tuner: Any, config: Any, model: Any, state_dict: Any) -> None:
@@ -189,6 +201,10 @@ def _is_unambiguous(targets: Any, layer: str) -> bool:
     other = ".".join((*around, name))
     expressions = targets, targets.rpartition(")|")[2]
     return any(matches(expression, layer) and not matches(expression, other) for expression in expressions)
+
+
+#: What `_name_experts` has added to the targets of a config.
+_WRITTEN = re.compile(r"\)\|(\.\*\\\.\(\?:[\w|]+\)\\\.\\d\+\\\.\(\?:[\w|]+\))$")
 
 
 def _name_experts(config: Any, model: nn.Module) -> None:

@@ -128,12 +128,14 @@ class ModuleLayouts:
     def _check(self, path: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise for tensors that are quantized, were added to a fused module, or are present in both layouts."""
         prefix, fused = inside(path), self.fused
-        owners = {name.rpartition(".")[0]: name for name in tensors}
         fused_layers = tuple({f"{owner}." for name in fused if (owner := name.rpartition(".")[0])})
         for layout in self.all:
             for name in layout.fused:
-                value = tensors.get(name, tensors.get(owners.get(name, "")))  # quantizers may have `weight._data`
-                if value is not None and (name not in tensors or is_quantized(value)):
+                # Quantizers may have `weight._data` or `_weight_qdata` instead.
+                layer = f"{name.rpartition('.')[0]}."
+                others = () if name in tensors else (other for key, other in tensors.items() if key.startswith(layer))
+                value = tensors.get(name, next(filter(is_quantized, others), None))
+                if value is not None and is_quantized(value):
                     raise _not_saved(
                         f"{prefix}{name}",
                         f"it is quantized ({type(value).__name__} of {value.dtype}), and its scales fit this layout "
@@ -259,15 +261,23 @@ def separated(
         PatchedWeightsError: some of it can't be known.
     """
     result, converted = dict(state_dict), set[str]()
-    # Modules inside of others come first, the model itself last.
-    for carrier in sorted(carrying, key=lambda carrier: -len(carrier.path.split(".")) if carrier.path else 0):
-        prefix = carrier.prefix
-        fused = {key: value for key, value in result.items() if key.startswith(prefix)}
-        if fused:
-            tensors = {key.removeprefix(prefix): value for key, value in fused.items()}
-            stock, names = carrier.carried.separate(in_state_dict(carrier.path), tensors)
-            result = _substitute(fused, {f"{prefix}{name}": value for name, value in stock.items()}, result)
-            converted |= {f"{prefix}{name}" for name in names}
+    by_depth: dict[int, dict[str, Carrier]] = {}
+    for carrier in carrying:
+        by_depth.setdefault(carrier.prefix.count("."), {})[carrier.prefix] = carrier
+    for depth, same in sorted(by_depth.items(), reverse=True):  # modules inside of others first, the model itself last
+        # The tensors of each module, in the place of its first one: shards depend on the order.
+        grouped: dict[str, dict[str, torch.Tensor]] = {}
+        for key, value in result.items():
+            prefix = "".join(f"{part}." for part in key.split(".", depth)[:depth])
+            grouped.setdefault(prefix if prefix in same else key, {})[key] = value
+        result = {}
+        for prefix, tensors in grouped.items():
+            if (owner := same.get(prefix)) is not None:
+                inner = {key.removeprefix(prefix): value for key, value in tensors.items()}
+                inner, names = owner.carried.separate(in_state_dict(owner.path), inner)
+                tensors = {f"{prefix}{name}": value for name, value in inner.items()}
+                converted |= {f"{prefix}{name}" for name in names}
+            result |= tensors
     return result, converted
 
 
@@ -366,17 +376,17 @@ class _JoinParts:
                     "dict that its state_dict() gave."
                 )
             parts = {} if ambiguous else _pop_parts(layout, prefix, state_dict)
-            both = [name for name in layout.fused if f"{prefix}{name}" in state_dict] if parts else []
-            if both:
+            given = [name for name in layout.fused if f"{prefix}{name}" in state_dict]
+            current = {name: named_parameter(self, name) for name in layout.fused}
+            if parts and given:
                 error_msgs.append(
-                    f"{prefix}{next(iter(parts))} and {prefix}{both[0]} are both in the state dict, and one is made "
+                    f"{prefix}{next(iter(parts))} and {prefix}{given[0]} are both in the state dict, and one is made "
                     "of the other: which is meant can't be known. Take one of them out. Where a tool has filled in "
                     "what the model has (set_model_state_dict of torch.distributed.checkpoint with "
                     "full_state_dict=True), use patcher.load_original_state_dict(model, state_dict), with a state "
                     "dict that has not been filled in."
                 )
-            elif parts:
-                current = {name: named_parameter(self, name) for name in layout.fused}
+            elif parts or (_ORIGINAL.get() and not given and None not in current.values()):
                 fused = _fuse_parts(layout, parts, prefix, current, missing_keys, error_msgs, assign=assign)
                 # A parameter that is left as it is isn't missing: its parts are, or an error was reported.
                 state_dict.update({f"{prefix}{name}": value for name, value in fused.items() if value is not None})

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import distributed, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from patcher.compat.models import DisableTorchFunction, named_modules
-from patcher.errors import PatchConflictError
+from patcher.errors import InvalidPatcherError, PatchConflictError
 
 
 class ReadOnly:
@@ -81,6 +81,15 @@ def reshard_modules(model: nn.Module) -> None:
     for _, module in named_modules(model):
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def check_not_flat(model: nn.Module) -> None:
+    """Raise for a model whose parameters FSDP1 has flattened: their names and shapes are lost."""
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise InvalidPatcherError(
+            "FullyShardedDataParallel flattens parameters, so those of transformers can't be separated. Use "
+            "torch.distributed.fsdp.fully_shard instead."
+        )
 
 
 def full_tensor(value: Any) -> Any:

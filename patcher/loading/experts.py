@@ -41,14 +41,17 @@ def group_by_layer(keys: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def expert_checkpoint_names(
-    carrier: Carrier, state_dict: Mapping[str, torch.Tensor], revert: Revert
+    carrier: Carrier, state_dict: Mapping[str, torch.Tensor], by_layer: Mapping[str, dict[str, str]], revert: Revert
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return key of a state dict -> key in the checkpoint: for quantized experts, and for weights of the others."""
+    """Return key of a state dict -> key in the checkpoint: for quantized experts, and for weights of the others.
+
+    Args:
+        by_layer: the keys of the state dict, by `group_by_layer`.
+    """
     quantized: dict[str, str] = {}
     plain: dict[str, str] = {}
-    tensors = group_by_layer(key for key in state_dict if key.startswith(carrier.prefix))
     for layout, layers in _expert_weights(carrier):
-        by_weight = {name: tensors.get(layer, {}) for name, layer in layers.items()}
+        by_weight = {name: by_layer.get(layer, {}) for name, layer in layers.items()}
         is_plain = all(
             kind in ("weight", "bias") and not is_quantized(state_dict[key])
             for keys in by_weight.values()

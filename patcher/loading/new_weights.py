@@ -34,7 +34,8 @@ from patcher.loading.findings import sort_names
 from patcher.loading.load import Loaded, Request
 from patcher.loading.reading import expressions_for
 from patcher.loading.record import record_of
-from patcher.loading.saving import SavePlan, plan_original_format
+from patcher.loading.saving import SavePlan, load_if_offloaded, plan_original_format
+from patcher.loading.state_dicts import check_in_memory, model_of_transformers
 from patcher.patterns import compress
 from patcher.resolution.resolution import skeleton
 from patcher.spec import serialization
@@ -44,7 +45,7 @@ METADATA = "patcher_new_weights"
 FILE_NAME = "new_weights.safetensors"
 
 
-def save_new_weights(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
+def save_new_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     r"""Save only the weights that the model's patcher declares as new, and the patcher.
 
     >>> import tempfile
@@ -66,6 +67,7 @@ def save_new_weights(model: PreTrainedModel, folder: str | os.PathLike[str]) -> 
         InvalidPatcherError: the model has no weights that a patcher declares as new, or its patcher can't be written
             as data.
     """
+    model = model_of_transformers(model)
     names = sorted(new_weights(model).values())
     if not names:
         raise InvalidPatcherError(
@@ -74,7 +76,9 @@ def save_new_weights(model: PreTrainedModel, folder: str | os.PathLike[str]) -> 
         )
     patcher, state = _patcher_of(model), state_tensors(model)
     data = patcher.to_dict()
-    tensors = {name: full_tensor(state[name]).detach().to("cpu").contiguous() for name in names}
+    tensors = {
+        name: full_tensor(load_if_offloaded(model, name, state[name])).detach().cpu().contiguous() for name in names
+    }
     if distributed.is_initialized() and distributed.get_rank() != 0:
         return
     serialization.write(data, folder)
@@ -84,7 +88,7 @@ def save_new_weights(model: PreTrainedModel, folder: str | os.PathLike[str]) -> 
     Path(folder, "README.md").write_text(_card(model, patcher, names), encoding="utf-8")
 
 
-def load_new_weights(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
+def load_new_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     r"""Load the weights of `save_new_weights` into a model with the same patcher, in place.
 
     >>> import tempfile, torch
@@ -105,10 +109,11 @@ def load_new_weights(model: PreTrainedModel, folder: str | os.PathLike[str]) -> 
     `patcher=Patcher.load(folder, allowed=[...])`, or with the patcher of the model that was saved.
 
     Raises:
-        InvalidPatcherError: the folder has no new weights, or the model was patched by another patcher.
+        InvalidPatcherError: the folder has no new weights, the model was patched by another patcher, or new weights
+            of it are on the disk.
         PatchedWeightsError: names or shapes aren't those of the model's new weights. Nothing was written.
     """
-    path = Path(folder, FILE_NAME)
+    path, model = Path(folder, FILE_NAME), model_of_transformers(model)
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -137,6 +142,8 @@ def load_new_weights(model: PreTrainedModel, folder: str | os.PathLike[str]) -> 
             "\n  ".join([f"The new weights in {folder} aren't those of the model:", *problems])
             + "\nNothing was written. Give a folder that was saved from a model of the same config."
         )
+    for name, value in expected.items():
+        check_in_memory(name, value, model)
     with torch.no_grad():
         for name, tensor in tensors.items():
             parameter = expected[name]

@@ -30,7 +30,7 @@ from patcher.layouts.carried import Carrier, carriers, fused_modules, separated
 from patcher.layouts.layouts import lies_in_blocks
 from patcher.layouts.sharded import to_meta
 from patcher.layouts.transforms import describe, identity
-from patcher.loading.experts import default_revert, expert_checkpoint_names
+from patcher.loading.experts import default_revert, expert_checkpoint_names, group_by_layer
 from patcher.loading.record import PatchRecord, record_of
 from patcher.loading.state_dicts import carriers_in, routes_from_scratch
 from patcher.patterns import compress, in_state_dict, inside
@@ -65,9 +65,10 @@ class SavePlan:
         # The load of a quantized checkpoint read such layers unchanged, and ran no conversion of stacks.
         quantizer = getattr(self.model, "hf_quantizer", None)
         revert = default_revert(self.model) if quantizer else functools.partial(self._revert, tensors={})
+        by_layer = group_by_layer(state_dict)
         # A quantizer that has quantized a checkpoint while loading takes stacks when it reads the saved file.
         for carrier in self.carrying if quantizer is None or is_prequantized(quantizer) else ():
-            quantized, plain = expert_checkpoint_names(carrier, state_dict, revert)
+            quantized, plain = expert_checkpoint_names(carrier, state_dict, by_layer, revert)
             renamed |= quantized
             unstacked |= plain if self.unstacks else {}
         # Experts that are stacked and split again are unchanged, so their stack needs no values.

@@ -40,7 +40,7 @@ from patcher.layouts.carried import (
 )
 from patcher.layouts.conversion import target_names
 from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
-from patcher.layouts.sharded import distribute_like, full_tensor, reshard_modules
+from patcher.layouts.sharded import check_not_flat, distribute_like, full_tensor, local_tensor, reshard_modules
 from patcher.layouts.transforms import converts, select_conversions
 from patcher.loading.experts import quantized_experts
 from patcher.loading.record import PatchRecord, record_of
@@ -281,6 +281,7 @@ def load_original_state_dict(
         `unexpected_keys`.
 
     Raises:
+        InvalidPatcherError: weights are on the disk, so they can't be written to in place.
         RuntimeError: as `torch.nn.Module.load_state_dict`: keys are missing or unexpected, shapes differ.
     """
     tensors = dict(state_dict)
@@ -294,6 +295,8 @@ def load_original_state_dict(
                     tied.append(part)
     reshard_modules(model)
     state = {in_state_dict(name): value for name, value in state_tensors(model).items()}
+    for name, value in () if assign else state.items():
+        check_in_memory(name, value, model)
     for carrier in carriers(model):  # rows in blocks are joined from their parts only
         for layout in filter(lies_in_blocks, carrier.fused):
             state.pop(layout.fused[0])
@@ -303,6 +306,34 @@ def load_original_state_dict(
     for part in tied if assign else ():
         part.tie_weights()
     return result
+
+
+def model_of_transformers(model: nn.Module) -> PreTrainedModel:
+    """Return the one model of transformers that a module is, or contains."""
+    models: dict[str, PreTrainedModel] = {}
+    for path, part in named_modules(model):
+        if isinstance(part, PreTrainedModel) and not any(path.startswith(inside(outer)) for outer in models):
+            models[path] = part
+    if len(models) != 1:
+        raise InvalidPatcherError(
+            f"Weights are those of one model of transformers, and {type(model).__qualname__} contains "
+            f"{', '.join(models) or 'none'}. Pass the model itself."
+        )
+    check_not_flat(model)
+    return next(iter(models.values()))
+
+
+def check_in_memory(name: str, tensor: torch.Tensor, model: nn.Module) -> None:
+    """Raise for a tensor whose values are elsewhere: a write would be lost."""
+    if local_tensor(tensor).is_meta:
+        raise not_written(name, model, "is on the disk, or nowhere yet")
+
+
+def not_written(name: str, model: nn.Module, reason: str) -> InvalidPatcherError:
+    return InvalidPatcherError(
+        f"{name} of {type(model).__name__} {reason}, so nothing can be written into it in place. Load the weights "
+        "anew with from_pretrained, in full precision and in memory."
+    )
 
 
 def patched_models(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel, PatchRecord]]:

@@ -20,20 +20,19 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import distributed, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from patcher.compat.conversions import dot_natural_key
-from patcher.compat.models import named_modules, state_tensors, state_to_save, without_tied
+from patcher.compat.models import state_tensors, state_to_save, without_tied
 from patcher.errors import InvalidPatcherError, PatchedWeightsError, warn
 from patcher.layouts.carried import is_quantized
 from patcher.layouts.sharded import distribute_like, full_tensor, local_tensor, reshard_modules
 from patcher.loading.integration import integrations
 from patcher.loading.saving import SavePlan, load_if_offloaded, plan_original_format
-from patcher.loading.state_dicts import load_original_state_dict
-from patcher.patterns import compress, inside
+from patcher.loading.state_dicts import check_in_memory, load_original_state_dict, model_of_transformers, not_written
+from patcher.patterns import compress
 
 #: How the weights of adapters are handled.
 Adapters: TypeAlias = Literal["merged", "left out"]
@@ -144,12 +143,7 @@ class _Checkpoint:
     """
 
     def __init__(self, model: nn.Module, adapters: Adapters | None) -> None:
-        self.model = _model_of_transformers(model)
-        if any(isinstance(part, FullyShardedDataParallel) for _, part in named_modules(model)):
-            raise InvalidPatcherError(
-                f"{type(self.model).__name__} is split by FullyShardedDataParallel, whose parameters are flattened. "
-                "Split it by fully_shard (FSDP2) instead."
-            )
+        self.model = model_of_transformers(model)
         quantizer: Any = getattr(self.model, "hf_quantizer", None)
         if quantizer is not None and not quantizer.is_serializable():
             raise PatchedWeightsError(
@@ -257,20 +251,6 @@ def _saved_views(plan: SavePlan, state_dict: Mapping[str, torch.Tensor]) -> dict
     return plan.saved_state_dict(state_dict)
 
 
-def _model_of_transformers(model: nn.Module) -> PreTrainedModel:
-    """Return the one model of transformers that a module is, or contains."""
-    models: dict[str, PreTrainedModel] = {}
-    for path, part in named_modules(model):
-        if isinstance(part, PreTrainedModel) and not any(path.startswith(inside(outer)) for outer in models):
-            models[path] = part
-    if len(models) != 1:
-        raise InvalidPatcherError(
-            f"Weights are those of one model of transformers, and {type(model).__qualname__} contains "
-            f"{', '.join(models) or 'none'}. Pass the model itself."
-        )
-    return next(iter(models.values()))
-
-
 class _Part:
     """A part of a model that is written to."""
 
@@ -313,7 +293,7 @@ class _Part:
             result = load_original_state_dict(self.model, self.waiting, strict=False)
             if result.unexpected_keys:
                 name = result.unexpected_keys[0]
-                raise _not_written(name, self.model, "is made by a conversion that can't be reversed")
+                raise not_written(name, self.model, "is made by a conversion that can't be reversed")
         self.waiting, self._gathered, self._views = {}, {}, {}
 
 
@@ -364,15 +344,7 @@ def _check_writable(model: PreTrainedModel, state: Mapping[str, Any]) -> None:
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     for name, value in state.items():
         if not isinstance(value, torch.Tensor) or is_quantized(value):
-            raise _not_written(name, model, "is quantized")
-        if (local := local_tensor(value)).is_meta:
-            raise _not_written(name, model, "is on the disk, or nowhere yet")
-        if local.untyped_storage().data_ptr() not in storages:
-            raise _not_written(name, model, "is made by its state_dict(), and no module holds it")
-
-
-def _not_written(name: str, model: PreTrainedModel, reason: str) -> InvalidPatcherError:
-    return InvalidPatcherError(
-        f"{name} of {type(model).__name__} {reason}, so nothing can be written into it in place. Load the weights "
-        "anew with from_pretrained, in full precision and in memory."
-    )
+            raise not_written(name, model, "is quantized")
+        check_in_memory(name, value, model)
+        if local_tensor(value).untyped_storage().data_ptr() not in storages:
+            raise not_written(name, model, "is made by its state_dict(), and no module holds it")

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
 from torch import nn, optim
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from patcher.compat.models import named_parameters
@@ -21,7 +20,7 @@ from patcher.errors import InvalidPatcherError, PatchedWeightsError
 from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.conversion import Converted, only_moves
 from patcher.layouts.layouts import Cut, Flatten, Layout, Rows, by_itself
-from patcher.layouts.sharded import distribute_like, full_tensor, reshard_modules
+from patcher.layouts.sharded import check_not_flat, distribute_like, full_tensor, reshard_modules
 from patcher.loading.state_dicts import carriers_in, patched_models
 from patcher.patterns import compress, inside
 from patcher.resolution.resolution import skeleton
@@ -178,11 +177,7 @@ class _Run:
     """
 
     def __init__(self, model: nn.Module, optimizer: optim.Optimizer) -> None:
-        if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-            raise InvalidPatcherError(
-                "FullyShardedDataParallel flattens parameters, so the state of an original one can't be separated. "
-                "Use torch.distributed.fsdp.fully_shard instead."
-            )
+        check_not_flat(model)
         while isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
         while isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules:

@@ -10,6 +10,7 @@ from torch import nn
 from patcher.errors import InvalidPatcherError
 from patcher.layouts.conversion import Converted, ReversibleConcatenate
 from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
+from patcher.layouts.sharded import check_not_flat
 from patcher.loading.state_dicts import carriers_in
 
 
@@ -57,8 +58,10 @@ def fused_parameters(model: nn.Module) -> dict[str, tuple[Part, ...]]:
         Name of the fused parameter, as in `model.named_parameters()` -> its parts, by their names in transformers.
 
     Raises:
-        InvalidPatcherError: if a part isn't one slice, because of a conversion or of tensor parallelism.
+        InvalidPatcherError: if a part isn't one slice, because of a conversion, of tensor parallelism or of
+            `FullyShardedDataParallel`.
     """
+    check_not_flat(model)
     names = [name for name, _ in model.named_parameters()]
     parts = {
         layout.fused[0]: _parts(layout)

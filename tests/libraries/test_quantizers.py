@@ -18,7 +18,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from patcher import InvalidPatcherError, PatchedWeightsError, Patcher, plan
+from patcher import InvalidPatcherError, PatchedWeightsError, Patcher, checkpoint_weights, plan
 from patcher.fusions import QKV
 from tests.support import shared
 from tests.support.beside import FUSED_QKV, LINEAR_EXPERTS, LinearExperts
@@ -329,6 +329,8 @@ def test_what_was_joined_and_then_quantized_is_not_saved_wrong(
     with pytest.raises(PatchedWeightsError, match=r"layers\.0\.\w+\.(qkv|gate_up)_proj\.weight.*is quantized"):
         model.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
+    with pytest.raises(PatchedWeightsError, match=r"layers\.0\.\w+\.(qkv|gate_up)_proj\.weight.*is quantized"):
+        list(checkpoint_weights(model))  # of torchao it gets `_weight_qdata` in the place of the weight
 
 
 def test_a_quanto_model_says_that_it_is_quantized(llama: Path, tmp_path: Path) -> None:

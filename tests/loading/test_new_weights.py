@@ -27,6 +27,7 @@ from patcher import (
     verify,
 )
 from tests.support import fresh, shared
+from tests.support.offloaded import offloaded
 from tests.support.tiny import tiny_llama_config
 
 IDS = torch.tensor([[3, 4, 5, 6]])
@@ -209,6 +210,32 @@ def test_a_model_that_was_not_loaded_has_them_too(llama: Path, tmp_path: Path, m
         model = BOTH.apply(LlamaForCausalLM.from_pretrained(llama))
     save_new_weights(model, tmp_path)
     assert len(load_file(tmp_path / "new_weights.safetensors")) == 5
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, nn.Sequential, torch.compile])
+def test_a_module_around_the_model_has_them_too(llama: Path, tmp_path: Path, wrap: Any) -> None:
+    first, second = trained(llama, BOTH, seed=1), trained(llama, BOTH, seed=2)
+    save_new_weights(wrap(first), tmp_path)
+    names = load_file(tmp_path / "new_weights.safetensors").keys()
+    assert names == set(report(first).new_weights)
+    load_new_weights(wrap(second), tmp_path)
+    assert torch.equal(logits(second), logits(first))
+    with pytest.raises(InvalidPatcherError, match=r"Shifted contains none\. Pass the model itself"):
+        save_new_weights(second.model.norm, tmp_path)
+
+
+def test_those_on_the_disk_are_saved_and_not_loaded(llama: Path, tmp_path: Path) -> None:
+    first = trained(llama, BOTH, seed=1)
+    first.save_pretrained(tmp_path / "model")
+    second = offloaded(tmp_path / "model", "a layer on disk", tmp_path / "offloaded", patcher=BOTH)
+    save_new_weights(second, tmp_path / "new")
+    save_new_weights(first, tmp_path / "expected")
+    for name in ("new_weights.safetensors", "patcher.json"):
+        assert (tmp_path / "new" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()
+    save_new_weights(trained(llama, BOTH, seed=2), tmp_path / "other")
+    with pytest.raises(InvalidPatcherError, match=r"model\.layers\.1\.\S+\.shift of .* is on the disk.*in memory"):
+        load_new_weights(second, tmp_path / "other")
+    assert torch.equal(logits(second), logits(first))
 
 
 def broken(folder: Path, change: str) -> None:

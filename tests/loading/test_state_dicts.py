@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausalLM, LlamaModel
 from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter, WeightRenaming
 
-from patcher import Patcher, load_original_state_dict, original_state_dict
+from patcher import InvalidPatcherError, Patcher, load_original_state_dict, original_state_dict
 from patcher.layouts.carried import carriers
 from tests.compatibility.rows import ROWS, Row
 from tests.support.beside import LINEAR_EXPERTS
@@ -282,6 +282,23 @@ def test_weights_on_the_disk_are_in_the_original_state_dict(tmp_path: Path) -> N
     model = row.patched(device_map=places, offload_folder=tmp_path)
     assert any(parameter.is_meta for parameter in model.parameters())
     assert same_weights(model, row.stock())
+    # torch would only warn, and report that all keys matched.
+    with pytest.raises(InvalidPatcherError, match=r"qkv_proj\.weight of .* is on the disk.*from_pretrained"):
+        load_original_state_dict(model, row.stock().state_dict())
+
+
+@rows_of_two_layouts
+def test_what_is_missing_has_the_names_of_transformers(row: Row) -> None:
+    """Also if all that makes one parameter is missing."""
+    model, stock = row.patched(), row.stock()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    result = load_original_state_dict(model, {}, strict=False)
+    assert set(result.missing_keys) == set(stock.load_state_dict({}, strict=False).missing_keys)
+    assert len(result.missing_keys) == len(set(result.missing_keys))
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    with pytest.raises(RuntimeError, match="Missing key") as raised:
+        load_original_state_dict(model, {})
+    assert all(f'"{key}"' in str(raised.value) for key in result.missing_keys)
 
 
 @pytest.mark.libraries

@@ -17,6 +17,7 @@ from patcher import (
     InvalidPatcherError,
     PatchedWeightsError,
     Patcher,
+    fused_parameters,
     load_original_optimizer_state_dict,
     original_optimizer_state_dict,
 )
@@ -126,6 +127,8 @@ def test_flat_parameters_are_refused() -> None:
         model = FullyShardedDataParallel(built(QKV), device_id=torch.device("cpu"), use_orig_params=True)
         with pytest.raises(InvalidPatcherError, match=r"FullyShardedDataParallel flattens parameters"):
             original_optimizer_state_dict(model, adamw(model))
+        with pytest.raises(InvalidPatcherError, match=r"FullyShardedDataParallel flattens parameters"):
+            fused_parameters(model)
 
 
 def test_optimizers_of_others_are_refused_before_they_step() -> None:

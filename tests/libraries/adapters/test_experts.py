@@ -112,6 +112,18 @@ def test_an_adapter_of_stock_with_the_names_of_layers_of_experts(folders: dict[s
         assert_same_files(tmp_path / load.__name__, tmp_path / "stock")
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_one_of_single_experts_is_not_loaded_without_them(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    """PEFT would load what fits, and leave the weights of all experts out."""
+    model = trained(folders[name], tmp_path, EXPERTS, target_modules=SEVEN)
+    for load in LOADS:
+        if name == LISTED_BEFORE:  # it stacks them
+            assert_close(logits(load(folders[name], tmp_path)), logits(model))
+            continue
+        with pytest.raises(InvalidPatcherError, match=r"single experts .*experts.* trained with, such as Patcher\("):
+            load(folders[name], tmp_path, patcher=Patcher(fusions="qkv"))
+
+
 def test_numbers_of_layers_would_be_numbers_of_experts(folders: dict[str, Path]) -> None:
     model = base(folders["mixtral"], patcher=EXPERTS)
     with pytest.raises(

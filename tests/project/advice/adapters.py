@@ -11,7 +11,7 @@ from transformers import BitsAndBytesConfig, MixtralForCausalLM
 from patcher import Patcher, compare
 from patcher.fusions import QKV
 from tests.project.advice import Place, Steps, advice, load, written
-from tests.support.adapters import adapted_layers, as_peft_model, assert_close, config, new_adapter
+from tests.support.adapters import adapted_layers, as_peft_model, assert_close, base, config, new_adapter
 from tests.support.beside import FUSED_QKV
 from tests.support.comparing import logits
 
@@ -39,6 +39,17 @@ def numbers_of_layers_beside_experts(at: Place) -> Steps:
 
     said = yield lambda: new(target_modules=["gate_proj"], layers_to_transform=[1])
     assert adapted_layers(new(target_modules=written(said, r"instead: ('.*')\.$"))) == 2 * 4
+
+
+@advice(
+    "Load the model with the patcher that the adapter was trained with, such as Patcher(fusions='sequential_experts')."
+)
+def an_adapter_of_single_experts(at: Place) -> Steps:
+    experts = Patcher(fusions="sequential_experts")
+    expected = new_adapter(base(at.moe, patcher=experts), at.tmp / "own", target_modules=["q_proj", "gate_proj"])
+    said = yield lambda: as_peft_model(at.moe, at.tmp / "own")
+    model = as_peft_model(at.moe, at.tmp / "own", patcher=written(said, r"such as (Patcher\(.*\))\.$"))
+    assert_close(logits(model), expected)
 
 
 @advice("Name the layers of {}, or load the model without this class mapping.")

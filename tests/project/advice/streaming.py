@@ -167,9 +167,7 @@ def weights_of_several_models(at: Place) -> Steps:
     assert same(filled(at, checkpoint_weights(both[1])), at.llama)
 
 
-@advice(
-    "{} is split by FullyShardedDataParallel, whose parameters are flattened. Split it by fully_shard (FSDP2) instead."
-)
+@advice("Use torch.distributed.fsdp.fully_shard instead.")
 def weights_that_are_split_without_shapes(at: Place) -> Steps:
     with one_process():
         with warnings.catch_warnings(action="ignore"):  # that one process splits nothing
