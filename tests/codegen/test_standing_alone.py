@@ -259,6 +259,20 @@ def test_a_model_of_a_class_without_conversions_is_not_saved_in_its_own_layout(i
     assert files(tmp_path / "wrapped") == files(tmp_path / "whole")
 
 
+def test_a_model_for_which_the_file_has_no_conversions_is_refused(imported: Any, tmp_path: Path) -> None:
+    """A text tower of the layers that were fused in images: its q, k and v would be random, and saved as one."""
+    folder = tiny.save_tiny(clip(), tmp_path / "checkpoint", model_class=transformers.CLIPModel)
+    module: Any = imported(PatchConfig.from_patcher(Patcher(fusions=["qkv"]), transformers.CLIPVisionModel))
+    stock = transformers.CLIPVisionModel.from_pretrained(folder)
+    assert_saved_alike(module.CLIPVisionModel.from_pretrained(folder), stock, tmp_path / "saved")
+    refusal = "CLIPTextModel has no conversions, which go by names, for its FusedCLIPAttention: load another model"
+    for load in (module.CLIPModel.from_pretrained, module.CLIPTextModel.from_pretrained):
+        with pytest.raises(NotImplementedError, match=refusal):
+            load(folder)
+    with pytest.raises(NotImplementedError, match=refusal):
+        module.CLIPModel(clip()).save_pretrained(tmp_path / "new")
+
+
 def test_a_patcher_on_top_of_a_file(imported: Any, tmp_path: Path) -> None:
     folder = tiny.save_tiny(tiny.tiny_llama_config(), tmp_path / "checkpoint")
     stock = transformers.LlamaForCausalLM.from_pretrained(folder)

@@ -67,6 +67,7 @@ class OwnConversions:
         modules: those of the skeleton, by path.
         patcher: the patcher whose effect the file has.
         dependencies: adds what conversions use.
+        converted: the names of the classes in the file whose parameters are converted.
     """
 
     described: PatchConfig
@@ -74,6 +75,7 @@ class OwnConversions:
     modules: Mapping[str, nn.Module]
     patcher: Patcher
     dependencies: Dependencies
+    converted: Sequence[str]
     #: the keys of conversions that the whole model has as well, and that have no effect if applied twice
     _shared: set[str] = field(default_factory=set)
 
@@ -171,7 +173,8 @@ class OwnConversions:
     def _add_checkpoint_base(self, prefix: str) -> None:
         """Let all models of the file inherit from the class that loads and saves checkpoints of the original."""
         keys = tuple(dict.fromkeys(filter(None, map(stock_key, self._models().values()))))
-        constants: dict[str, Any] = {"OWN_NAME": prefix} | ({"STOCK_CONVERSIONS": keys} if keys else {})
+        constants: dict[str, Any] = {"OWN_NAME": prefix, "CONVERTED": tuple(self.converted)}
+        constants |= {"STOCK_CONVERSIONS": keys} if keys else {}
         why = "the models here have names of their own, by which transformers finds their conversions"
         self.dependencies.add_constants(constants, why)
         base = _IN_FILES.ConvertedCheckpoints if keys else _IN_FILES.OriginalCheckpoints
