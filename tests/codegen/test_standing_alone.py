@@ -23,6 +23,7 @@ from tests.codegen.models import BOTH_SIDES, ENCODER_DECODER, EXPERTS, GPT_OSS, 
 from tests.support import fresh, tiny
 from tests.support.checkpoints import assert_saved_alike, files, tensors
 from tests.support.comparing import logits
+from tests.support.quantizers import Quantizer, bnb_int8, is_quantized, quanto_int8, torchao_int8
 from tests.support.small_configs import small_configs
 
 #: case -> model class, config, what is fused, and the inputs where token ids are not enough
@@ -271,6 +272,18 @@ def test_a_model_for_which_the_file_has_no_conversions_is_refused(imported: Any,
             load(folder)
     with pytest.raises(NotImplementedError, match=refusal):
         module.CLIPModel(clip()).save_pretrained(tmp_path / "new")
+
+
+@pytest.mark.libraries
+@pytest.mark.parametrize("quantizer", [bnb_int8, torchao_int8, quanto_int8])
+def test_fused_layers_are_quantized(quantizer: Quantizer, imported: Any, tmp_path: Path) -> None:
+    """quanto expects what converters are given: a list of tensors."""
+    folder = tiny.save_tiny(tiny.tiny_llama_config(), tmp_path / "checkpoint")
+    module: Any = imported(PatchConfig.from_patcher(Patcher(fusions=["qkv"]), transformers.LlamaForCausalLM))
+    model = module.LlamaForCausalLM.from_pretrained(folder, quantization_config=quantizer())
+    assert is_quantized(model.model.layers[0].self_attn.qkv_proj)
+    stock = transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=quantizer())
+    torch.testing.assert_close(logits(model), logits(stock), atol=1e-5, rtol=0)
 
 
 def test_a_patcher_on_top_of_a_file(imported: Any, tmp_path: Path) -> None:

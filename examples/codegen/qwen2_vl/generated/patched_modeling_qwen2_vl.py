@@ -157,7 +157,7 @@ class Refit(ConversionOps):
         name = full_layer_name.replace(target_patterns[0], source_patterns[0]) if self.is_back else full_layer_name
         outputs = (self.back if self.is_back else self.forth)(inputs, len(target_patterns), model, name)
         named = zip(target_patterns, outputs, strict=True)
-        return {target.replace("*", str(n)): tensor for target, tensors in named for n, tensor in enumerate(tensors)}
+        return {target.replace("*", str(n)): [tensor] for target, tensors in named for n, tensor in enumerate(tensors)}
 
     @property
     def reverse_op(self):
