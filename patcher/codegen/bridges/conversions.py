@@ -211,10 +211,15 @@ class OwnConversions:
         key = stock_key(cast("Any", self.modules[owner]))
         stock = conversions_under(key)
         selected = select_conversions(stock, [self.patcher]).kept
-        kept, added = dict.fromkeys(selected), list[WeightTransform]()
+        kept, added, read = dict.fromkeys(selected), list[WeightTransform](), dict[Any, set[str]]()
         for path, of_module in layouts.items():
-            added += self._of_layouts(path.removeprefix(inside(owner)), of_module, selected, kept)
-        self._check_namesakes(owner, layouts, selected, added)
+            relative = path.removeprefix(inside(owner))
+            of_path = list(self._of_layouts(relative, of_module, selected, kept))
+            for transform in of_path:
+                names = (f"{relative}.{name}" for layout in of_module for name in layout.stock)
+                read.setdefault(identity(transform), set()).update(names)
+            added += of_path
+        self._check_namesakes(owner, read, selected, added)
         added += [self._unanchored(transform, owner) for transform in extra]
         is_stock = list(map(identity, kept)) == list(map(identity, stock))
         conflict, is_idempotent = self._conflict_with_root(owner, selected)
@@ -233,17 +238,18 @@ class OwnConversions:
         return [*items, *dict.fromkeys(texts.values())]
 
     def _check_namesakes(
-        self, owner: str, layouts: Mapping[str, Sequence[Layout]], stock: Sequence[Any], added: Sequence[Any]
+        self, owner: str, read: Mapping[Any, set[str]], stock: Sequence[Any], added: Sequence[Any]
     ) -> None:
-        """Raise a CodegenError if a conversion of fused parameters matches other parameters of the model by name."""
-        fused = {f"{path}.{name}" for path, group in layouts.items() for layout in group for name in layout.stock}
-        converters = [transform for transform in added if isinstance(transform, WeightConverter)]
-        reverse = [converter.reverse_transform() for converter in converters]
+        """Raise a CodegenError if a conversion matches other parameters by name than `read`, those that it is for."""
+        fused = set().union(*read.values())
+        converters = {identity(transform): transform for transform in added if isinstance(transform, WeightConverter)}
+        reverse = [converter.reverse_transform() for converter in converters.values()]
         rename_on_save = key_renamer([transform.reverse_transform() for transform in reversed(stock)])
-        for key in self.modules[owner].state_dict().keys() - {name.removeprefix(inside(owner)) for name in fused}:
+        for key in self.modules[owner].state_dict():
+            others = [converter for name, converter in converters.items() if key not in read[name]]
+            is_read, is_written = (any(t.compiled_sources.search(key) for t in way) for way in (others, reverse))
             # A load drops a key that it has renamed to one that the model lacks.
-            is_read, is_written = (any(t.compiled_sources.search(key) for t in way) for way in (converters, reverse))
-            if (is_read and rename_on_save(key)[0] != key) or is_written:
+            if (is_read and (key in fused or rename_on_save(key)[0] != key)) or (is_written and key not in fused):
                 raise self.described.refusal(
                     f"{inside(owner)}{key} has the name of what is fused elsewhere, and transformers tells "
                     "conversions apart by names"
