@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -230,6 +231,8 @@ def _write(source: Path, target: Path, generated: Generated, auto_map: dict[str,
     auto_classes = {reference.rpartition(".")[2]: name for name, reference in reversed(auto_map.items())}
     calls = "".join(f'{cls}.register_for_auto_class("{name}")\n' for cls, name in auto_classes.items())
     text = generated.text.rstrip("\r\n") + "\n\n# save_pretrained copies this file.\n" + calls
+    # A load with `trust_remote_code` requires every package that a statement imports, also where it is never run.
+    text = re.sub(r"(?m)^( +)import deepspeed$", r'\1deepspeed = __import__("deepspeed")', text)
     (target / generated.config.target_file).write_text(text, "utf-8")
 
 

@@ -13,6 +13,7 @@ import transformers
 from huggingface_hub.repocard import metadata_load
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers.dynamic_module_utils import get_imports
 from transformers.models.llama.modeling_llama import LlamaMLP
 from typer.testing import CliRunner
 
@@ -163,6 +164,16 @@ with torch.no_grad():
     with torch.no_grad():
         found = torch.load(tmp_path / "expected.pt")
         torch.testing.assert_close(stock.eval()(ids).logits, found, atol=1e-4, rtol=0)  # type: ignore[operator]
+
+
+def test_packages_that_only_deepspeed_needs_are_not_required(tmp_path: Path) -> None:
+    """A load with `trust_remote_code` requires all that a file imports; DistilBERT's imports deepspeed in a method."""
+    config = transformers.DistilBertConfig(vocab_size=64, dim=32, hidden_dim=48, n_layers=1, n_heads=2)
+    original = tiny.save_tiny(config, tmp_path / "original", model_class=transformers.DistilBertForMaskedLM)
+    exported = patcher.export(original, Patcher(fusions=["qkv"]), tmp_path / "fused", quick=True)
+    assert "deepspeed" not in get_imports(exported.folder / exported.modeling_file)
+    model = transformers.AutoModelForMaskedLM.from_pretrained(exported.folder, trust_remote_code=True)
+    assert hasattr(model.distilbert.transformer.layer[0].attention, "qkv_proj")
 
 
 def test_a_save_of_an_untrained_model_is_the_original(original: Path, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def patchers_of(options: Mapping[str, Iterable[str]]) -> list[Patcher]:
         options: option, with its dashes -> its values; `--fusion`, `--preset` and `--patcher` take several in one.
     """
     fusions, preset_names, constants = (
-        [name for text in options.get(option, ()) for name in re.split(r"[\s,]+", text) if name]
+        [name for text in options.get(option, ()) for name in re.split(r"[\s,]+", text.strip(", "))]
         for option in ("--fusion", "--preset", "--patcher")
     )
     mapped = [mapping(kind, text) for kind in ("class", "module", "function") for text in options.get(f"--{kind}", ())]

@@ -227,7 +227,7 @@ class Run:
         with recording_calls(self.pair.ours, reached):
             stage = self.pair.compare("outputs", in_order, self.tolerance)
         self.failing = self.pair.failing
-        self.missed = tuple(compress(sorted(self.patched - reached))) if stage.passed else ()
+        self.missed = tuple(compress(sorted(self._unused(reached)))) if stage.passed else ()
         if self.missed:  # what wasn't compared doesn't pass
             text = f"no input that was tried reaches {', '.join(self.missed)}, so it wasn't compared"
             return replace(stage, passed=False, message=text)
@@ -235,6 +235,14 @@ class Run:
             layers = layer_errors(self.pair.ours, self.stock, run.results, run.name, self.tolerance, right=True)
             stage = replace(stage, layers=layers)
         return stage
+
+    def _unused(self, reached: set[str]) -> set[str]:
+        """Return the patched modules that aren't reached, without those that only share the weights of others."""
+        weights = {
+            path: {*self.pair.ours.get_submodule(path).parameters(recurse=False)} for path in reached | self.patched
+        }
+        used = set().union(*(weights[path] for path in reached))
+        return {path for path in self.patched - reached if not weights[path] or weights[path] - used}
 
     def _stock_against_stock(self) -> float | None:
         """Return the difference of eager attention and sdpa, relative to the magnitude of the outputs."""
@@ -287,7 +295,8 @@ class Run:
 
     def precision(self) -> Stage:
         passes = self.named("a row of 128 tokens", "a padded batch", *self.chosen)
-        return precision_stage(self.pair, lambda half: self._pair(dtype=half), self.by_class, passes, self.dtype)
+        load, tolerance = lambda half: self._pair(dtype=half), 10 * self.tolerance
+        return precision_stage(self.pair, load, self.by_class, passes, self.dtype, tolerance)
 
     def generation(self) -> Stage:
         """Compare logits while both follow the tokens of the stock model, since ties may be decided either way."""

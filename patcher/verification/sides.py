@@ -101,7 +101,7 @@ def side_of(model: Any, options: Mapping[str, Any], scratch: Path, seed: int, mo
 
 
 def random_checkpoint(cls: Any, config: PretrainedConfig, folder: Path, seed: int) -> Path:
-    """Save a checkpoint in which no parameter has the zeros or ones of an initialization, which hide mistakes."""
+    """Save a checkpoint without the zeros and ones of an initialization, which hide mistakes."""
     model = make_from_config(cls, config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -111,6 +111,10 @@ def random_checkpoint(cls: Any, config: PretrainedConfig, folder: Path, seed: in
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)
             else:
                 parameter.add_(noise * 0.1)
+        saved = model.state_dict()
+        for name, buffer in model.named_buffers():  # statistics and biases that aren't trained; tables aren't changed
+            if name in saved and buffer.is_floating_point() and (buffer == buffer.flatten()[:1]).all():
+                buffer.add_(torch.rand(buffer.shape, generator=generator) * 0.1)
     model.save_pretrained(folder)
     return folder
 

@@ -390,6 +390,8 @@ WRONG: list[tuple[str, list[str], str]] = [
         r"diff needs a patcher, by one or more of --preset NAME",
     ),
     ("fusion", ["plan", "FOLDER", "--fusion", "qkw"], r"'qkw' isn't a fusion; did you mean 'qkv'"),
+    ("nothing", ["plan", "FOLDER", "--fusion", ""], r"'' isn't a fusion"),
+    ("no preset", ["plan", "FOLDER", "--fusion", "qkv", "--preset", ""], r"there is no preset ''"),
     (
         "folder",
         ["plan", "/no/such/folder", "--fusion", "qkv"],

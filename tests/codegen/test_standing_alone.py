@@ -23,6 +23,7 @@ from tests.codegen.models import BOTH_SIDES, ENCODER_DECODER, EXPERTS, GPT_OSS, 
 from tests.support import fresh, tiny
 from tests.support.checkpoints import assert_saved_alike, files, tensors
 from tests.support.comparing import logits
+from tests.support.quantizers import Quantizer, bnb_int8, is_quantized, quanto_int8, torchao_int8
 from tests.support.small_configs import small_configs
 
 #: case -> model class, config, what is fused, and the inputs where token ids are not enough
@@ -218,9 +219,10 @@ def test_names_that_belong_to_the_whole_model_are_read_and_written(imported: Any
     [
         ("NemotronHForCausalLM", "sequential_experts", r"by which model\.embeddings\.weight has another name in a"),
         ("HrmTextForCausalLM", "qkv", r"gqkv_proj\.weight -> .*, which a file can't write as one with the fusion"),
+        ("BridgeTowerModel", "qkv kv", r"crossattention\.self\.key\.\w+ has the name of what is fused elsewhere"),
         # in newer releases
         ("BailingHybridForCausalLM", "qkv", r"model\.layers\.\d\.self_attn\.q_proj\.weight has the name of what is"),
-    ][: 3 if hasattr(transformers, "BailingHybridForCausalLM") else 2],
+    ][: 4 if hasattr(transformers, "BailingHybridForCausalLM") else 3],
 )
 def test_what_conversions_by_name_would_get_wrong_is_refused(name: str, fusion: str, message: str) -> None:
     cls: Any = getattr(transformers, name)
@@ -228,7 +230,7 @@ def test_what_conversions_by_name_would_get_wrong_is_refused(name: str, fusion: 
     if hasattr(config, "q_lora_rank"):
         config.q_lora_rank = None  # since 5.24 Bailing's attention has no q_proj otherwise
     with pytest.raises(CodegenError, match=message):
-        PatchConfig.from_patcher(Patcher(fusions=[fusion]), cls, config=config)
+        PatchConfig.from_patcher(Patcher(fusions=fusion.split()), cls, config=config)
 
 
 def test_a_base_model_is_saved_under_the_name_of_the_original(imported: Any, tmp_path: Path) -> None:
@@ -257,6 +259,32 @@ def test_a_model_of_a_class_without_conversions_is_not_saved_in_its_own_layout(i
     loaded.model.__class__ = type("Wrapped", (type(loaded.model),), {})
     loaded.save_pretrained(tmp_path / "wrapped")
     assert files(tmp_path / "wrapped") == files(tmp_path / "whole")
+
+
+def test_a_model_for_which_the_file_has_no_conversions_is_refused(imported: Any, tmp_path: Path) -> None:
+    """A text tower of the layers that were fused in images: its q, k and v would be random, and saved as one."""
+    folder = tiny.save_tiny(clip(), tmp_path / "checkpoint", model_class=transformers.CLIPModel)
+    module: Any = imported(PatchConfig.from_patcher(Patcher(fusions=["qkv"]), transformers.CLIPVisionModel))
+    stock = transformers.CLIPVisionModel.from_pretrained(folder)
+    assert_saved_alike(module.CLIPVisionModel.from_pretrained(folder), stock, tmp_path / "saved")
+    refusal = "CLIPTextModel has no conversions, which go by names, for its FusedCLIPAttention: load another model"
+    for load in (module.CLIPModel.from_pretrained, module.CLIPTextModel.from_pretrained):
+        with pytest.raises(NotImplementedError, match=refusal):
+            load(folder)
+    with pytest.raises(NotImplementedError, match=refusal):
+        module.CLIPModel(clip()).save_pretrained(tmp_path / "new")
+
+
+@pytest.mark.libraries
+@pytest.mark.parametrize("quantizer", [bnb_int8, torchao_int8, quanto_int8])
+def test_fused_layers_are_quantized(quantizer: Quantizer, imported: Any, tmp_path: Path) -> None:
+    """quanto expects what converters are given: a list of tensors."""
+    folder = tiny.save_tiny(tiny.tiny_llama_config(), tmp_path / "checkpoint")
+    module: Any = imported(PatchConfig.from_patcher(Patcher(fusions=["qkv"]), transformers.LlamaForCausalLM))
+    model = module.LlamaForCausalLM.from_pretrained(folder, quantization_config=quantizer())
+    assert is_quantized(model.model.layers[0].self_attn.qkv_proj)
+    stock = transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=quantizer())
+    torch.testing.assert_close(logits(model), logits(stock), atol=1e-5, rtol=0)
 
 
 def test_a_patcher_on_top_of_a_file(imported: Any, tmp_path: Path) -> None:

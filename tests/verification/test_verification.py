@@ -11,13 +11,16 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import nn
-from transformers import Concatenate, EsmForMaskedLM, LlamaForCausalLM, WeightConverter
+from transformers import BartConfig, Concatenate, EsmForMaskedLM, LlamaForCausalLM, WeightConverter, WhisperConfig
+from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.whisper.modeling_whisper import WhisperAttention
 
 from patcher import InvalidPatcherError, Patcher, Verification, compare, verify
 from tests.support.offloaded import DEVICE_MAPS
 from tests.support.replacements import JOINED, OWN, JoinedMLP
 from tests.support.sampling import sampled
+from tests.support.small_configs import small_configs
 from tests.support.tiny import build_tiny, tiny_bert_config, tiny_llama_config, tiny_llava_config
 from tests.verification.models import ESM, LLAMA, T5, VIT, WHISPER
 from tests.verification.plainly_wrong import WRONG_ORDER, NeverCalled
@@ -229,6 +232,27 @@ def test_what_no_input_reaches_is_not_the_same_without_a_patcher_too() -> None:
     )
     found = verify(ESM, Patcher({"EsmContactPredictionHead": NeverCalled}), quick=True)
     assert (found.passed, found.guilty) == (False, None)
+
+
+class SharedEmbedding(BartScaledWordEmbedding):
+    pass
+
+
+def test_a_module_that_only_holds_the_weights_of_others_need_not_be_reached() -> None:
+    """`model.shared` of BART is never called: encoder and decoder have embeddings of their own, with its weight."""
+    config = next(small_configs(BartConfig))
+    config.tie_word_embeddings = True
+    verify(config, Patcher({"BartScaledWordEmbedding": SharedEmbedding}), quick=True).raise_on_failure()
+
+
+class OwnWhisperAttention(WhisperAttention):
+    pass
+
+
+def test_precision_is_measured_on_what_stock_takes() -> None:
+    """A row of 128 tokens is longer than the 64 positions, which a decoder has under another name than most."""
+    config = next(small_configs(WhisperConfig))
+    verify(config, Patcher({"WhisperAttention": OwnWhisperAttention}), stages=["precision"]).raise_on_failure()
 
 
 def test_a_sound_of_the_length_that_the_config_says() -> None:

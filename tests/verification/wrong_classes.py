@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.models.bert.modeling_bert import BertEmbeddings, BertForMaskedLM, BertSelfAttention, BertSelfOutput
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Model
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -374,3 +375,19 @@ class NormInHalf(LlamaRMSNorm):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         found = super().forward(hidden_states)
         return found if hidden_states.dtype is torch.float32 else found.float()
+
+
+class OtherEpsilon(BertSelfOutput):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.LayerNorm.eps = 1e-5
+
+
+class NoCorrectionBias(DeepseekV3TopkRouter):
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        bias = self.e_score_correction_bias
+        self.e_score_correction_bias = torch.zeros_like(bias)
+        try:
+            return super().forward(hidden_states)
+        finally:
+            self.e_score_correction_bias = bias

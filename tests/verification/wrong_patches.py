@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import MistralConfig, PretrainedConfig, Qwen2Config
+from transformers import DeepseekV3Config, MistralConfig, PretrainedConfig, Qwen2Config
 from transformers.models.bert.modeling_bert import (
     BertLayer,
 )
@@ -27,6 +27,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
 from patcher import Patcher
 from tests.support.caches import cache_in
+from tests.support.small_configs import small_configs
 from tests.support.tiny import (
     DECODER_SIZES,
     tiny_bert_config,
@@ -55,6 +56,7 @@ from tests.verification.wrong_classes import (
     ModuleDropout,
     NoAttentionDropout,
     NoBalanceLoss,
+    NoCorrectionBias,
     NoDropout,
     NoGradientForLongRows,
     NoHiddenStates,
@@ -69,6 +71,7 @@ from tests.verification.wrong_classes import (
     NoWeights,
     OldWindow,
     OneMaskForAllRows,
+    OtherEpsilon,
     OwnAbsolutePositions,
     OwnBertPositions,
     OwnDropout,
@@ -226,6 +229,10 @@ WRONG: dict[str, Wrong] = {
     "the second call": of_llama("LlamaMLP", off(LlamaMLP, lambda m, x, k: m.calls > 0), "outputs", "one after"),
     "the last mask of that shape": of_llama("LlamaAttention", StaleMask, "outputs"),
     "the last positions of that shape": of_llama("LlamaRotaryEmbedding", StaleByShape, "outputs"),
+    # constants that most inputs don't show
+    "another epsilon": Wrong(BERT, Patcher({"BertSelfOutput": OtherEpsilon}), "precision", "1024 times as small"),
+    "a bias that starts at zero": Wrong(
+        next(small_configs(DeepseekV3Config)), Patcher({"DeepseekV3TopkRouter": NoCorrectionBias}), "outputs"),
     # half precision, while float32 is verified
     "an upcast lost": of_llama("LlamaRMSNorm", LostUpcast, "precision", r"input_layernorm \(LostUpcast"),
     "an upcast of softmax lost": of_llama("LlamaAttention", HalfSoftmax, "precision", "HalfSoftmax"),

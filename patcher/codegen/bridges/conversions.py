@@ -67,6 +67,7 @@ class OwnConversions:
         modules: those of the skeleton, by path.
         patcher: the patcher whose effect the file has.
         dependencies: adds what conversions use.
+        converted: the names of the classes in the file whose parameters are converted.
     """
 
     described: PatchConfig
@@ -74,6 +75,7 @@ class OwnConversions:
     modules: Mapping[str, nn.Module]
     patcher: Patcher
     dependencies: Dependencies
+    converted: Sequence[str]
     #: the keys of conversions that the whole model has as well, and that have no effect if applied twice
     _shared: set[str] = field(default_factory=set)
 
@@ -171,7 +173,8 @@ class OwnConversions:
     def _add_checkpoint_base(self, prefix: str) -> None:
         """Let all models of the file inherit from the class that loads and saves checkpoints of the original."""
         keys = tuple(dict.fromkeys(filter(None, map(stock_key, self._models().values()))))
-        constants: dict[str, Any] = {"OWN_NAME": prefix} | ({"STOCK_CONVERSIONS": keys} if keys else {})
+        constants: dict[str, Any] = {"OWN_NAME": prefix, "CONVERTED": tuple(self.converted)}
+        constants |= {"STOCK_CONVERSIONS": keys} if keys else {}
         why = "the models here have names of their own, by which transformers finds their conversions"
         self.dependencies.add_constants(constants, why)
         base = _IN_FILES.ConvertedCheckpoints if keys else _IN_FILES.OriginalCheckpoints
@@ -208,10 +211,15 @@ class OwnConversions:
         key = stock_key(cast("Any", self.modules[owner]))
         stock = conversions_under(key)
         selected = select_conversions(stock, [self.patcher]).kept
-        kept, added = dict.fromkeys(selected), list[WeightTransform]()
+        kept, added, read = dict.fromkeys(selected), list[WeightTransform](), dict[Any, set[str]]()
         for path, of_module in layouts.items():
-            added += self._of_layouts(path.removeprefix(inside(owner)), of_module, selected, kept)
-        self._check_namesakes(owner, layouts, selected, added)
+            relative = path.removeprefix(inside(owner))
+            of_path = list(self._of_layouts(relative, of_module, selected, kept))
+            for transform in of_path:
+                names = (f"{relative}.{name}" for layout in of_module for name in layout.stock)
+                read.setdefault(identity(transform), set()).update(names)
+            added += of_path
+        self._check_namesakes(owner, read, selected, added)
         added += [self._unanchored(transform, owner) for transform in extra]
         is_stock = list(map(identity, kept)) == list(map(identity, stock))
         conflict, is_idempotent = self._conflict_with_root(owner, selected)
@@ -230,17 +238,18 @@ class OwnConversions:
         return [*items, *dict.fromkeys(texts.values())]
 
     def _check_namesakes(
-        self, owner: str, layouts: Mapping[str, Sequence[Layout]], stock: Sequence[Any], added: Sequence[Any]
+        self, owner: str, read: Mapping[Any, set[str]], stock: Sequence[Any], added: Sequence[Any]
     ) -> None:
-        """Raise a CodegenError if a conversion of fused parameters matches other parameters of the model by name."""
-        fused = {f"{path}.{name}" for path, group in layouts.items() for layout in group for name in layout.stock}
-        converters = [transform for transform in added if isinstance(transform, WeightConverter)]
-        reverse = [converter.reverse_transform() for converter in converters]
+        """Raise a CodegenError if a conversion matches other parameters by name than `read`, those that it is for."""
+        fused = set().union(*read.values())
+        converters = {identity(transform): transform for transform in added if isinstance(transform, WeightConverter)}
+        reverse = [converter.reverse_transform() for converter in converters.values()]
         rename_on_save = key_renamer([transform.reverse_transform() for transform in reversed(stock)])
-        for key in self.modules[owner].state_dict().keys() - {name.removeprefix(inside(owner)) for name in fused}:
+        for key in self.modules[owner].state_dict():
+            others = [converter for name, converter in converters.items() if key not in read[name]]
+            is_read, is_written = (any(t.compiled_sources.search(key) for t in way) for way in (others, reverse))
             # A load drops a key that it has renamed to one that the model lacks.
-            is_read, is_written = (any(t.compiled_sources.search(key) for t in way) for way in (converters, reverse))
-            if (is_read and rename_on_save(key)[0] != key) or is_written:
+            if (is_read and (key in fused or rename_on_save(key)[0] != key)) or (is_written and key not in fused):
                 raise self.described.refusal(
                     f"{inside(owner)}{key} has the name of what is fused elsewhere, and transformers tells "
                     "conversions apart by names"

@@ -84,7 +84,10 @@ def describe_patcher(
     conversions = (*resolution.fusion_plan.transforms, *patcher.extra_weight_conversions, *of_classes)
     declared = (*patcher.filtered_weight_conversion_patterns, *patcher.new_weights, *patcher.dropped_weights)
     if layouts or conversions or declared:
-        OwnConversions(described, description.text, modules, patcher, dependencies).write(layouts, conversions)
+        own_layouts = (name for name, cls in replaced.items() if isinstance(cls, type) and conversions_of(cls))
+        converted = sorted({*layers.names, *rebuilt, *own_layouts})
+        own = OwnConversions(described, description.text, modules, patcher, dependencies, converted)
+        own.write(layouts, conversions)
     described.runtime, described.of_runtime = patcher, tuple(described.patches)
 
 

@@ -133,6 +133,8 @@ class FusedLayers:
     modules: Mapping[str, nn.Module]
     refused: Mapping[str, str]
     define: Callable[..., None]
+    #: the names of the classes in the file
+    names: set[str] = field(default_factory=set)
     #: method -> its edits, each once
     _edits: dict[tuple[type, str], dict[Edit, None]] = field(default_factory=dict)
 
@@ -191,6 +193,7 @@ class FusedLayers:
     def replace(self, cls: Any, fused: Mapping[str, Any]) -> None:
         """Replace modules of torch by modules of a class with a `from_module`."""
         name, is_embedding = cls.__name__, cls is LinearPatchEmbedding
+        self.names.add(name)
         self.define(standing_alone.LinearPatchEmbedding if is_embedding else cls, f"from_patcher(), for {name}")
 
         def edits(call: ast.expr, _: Any) -> list[Edit]:
@@ -248,8 +251,10 @@ class FusedLayers:
             code = self._joined_class(original, variants[0], name)
             self.described.derived.remove(name)
             self.described.replace_class(name, code.replace(f"super({name}, self)", f"super(Original{name}, self)"))
+            self.names.add(name)
             return
         for cls in variants:
+            self.names.add(names[cls])
             self.described.add_helper_after(original.__name__, self._joined_class(original, cls, names[cls]))
 
     def _joined_class(self, original: type[nn.Module], cls: Any, new_name: str) -> str:
@@ -394,6 +399,7 @@ class FusedLayers:
         bases = ", ".join(["ListedExperts", *others])
         code = class_text(original.__name__, bases, _EXPERTS_DOC, [*attributes, *methods, *members.values()])
         self.described.replace_class(original.__name__, code)
+        self.names.add(original.__name__)
         self._remove_initialization(original)
 
     def _expert_lines(self, original: type, init: ast.FunctionDef, layouts: Sequence[Matrices]) -> list[Edit]:

@@ -73,6 +73,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 # [ADDED CODE]
 # Why: the models here have names of their own, by which transformers finds their conversions
 OWN_NAME = "Qkv"
+CONVERTED = ("FusedLlamaAttention",)
 
 
 # ======================================================================
@@ -90,7 +91,7 @@ class Refit(ConversionOps):
         name = full_layer_name.replace(target_patterns[0], source_patterns[0]) if self.is_back else full_layer_name
         outputs = (self.back if self.is_back else self.forth)(inputs, len(target_patterns), model, name)
         named = zip(target_patterns, outputs, strict=True)
-        return {target.replace("*", str(n)): tensor for target, tensors in named for n, tensor in enumerate(tensors)}
+        return {target.replace("*", str(n)): [tensor] for target, tensors in named for n, tensor in enumerate(tensors)}
 
     @property
     def reverse_op(self):
@@ -134,6 +135,25 @@ def converted(model, state_dict, conversions, renamed_first):
 class OriginalCheckpoints:
     """Models that load, resume from and save checkpoints of the original model."""
 
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        """Load a checkpoint of the original."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        (loaded[0] if isinstance(loaded, tuple) else loaded).check_conversions()
+        return loaded
+
+    def check_conversions(self):
+        """Raise for converted parameters in a model that has no conversions."""
+        converted, around = {globals()[name] for name in CONVERTED}, {}  # model -> whether it has conversions
+        for path, module in self.named_modules():
+            if isinstance(module, OriginalCheckpoints):
+                around[path] = type(module).__name__.startswith(OWN_NAME) and type(module).__module__ == __name__
+            owners = [owner for owner in around if f"{path}.".startswith(f"{owner}." if owner else "")]
+            if type(module) in converted and not any(around[owner] for owner in owners):
+                name = type(self.get_submodule(owners[-1])).__name__
+                reason = f"has no conversions, which go by names, for its {type(module).__name__}"
+                raise NotImplementedError(f"{name} {reason}: load another model of this file, or the original one.")
+
     def load_state_dict(self, state_dict, *args, **kwargs):
         """Load a checkpoint of the original too, as `Trainer` does when it resumes."""
         names = self.state_dict().keys()
@@ -161,10 +181,7 @@ class OriginalCheckpoints:
         """Reverse the conversions of the load, for a checkpoint of the original."""
         conversions = getattr(self, "_weight_conversions", None)
         if conversions is None:  # it wasn't loaded
-            for cls in {type(module) for module in self.modules() if type(module).__module__ != __name__}:
-                if any(base.__module__ == __name__ and base.__name__.startswith(OWN_NAME) for base in cls.__mro__):
-                    name = cls.__name__
-                    raise NotImplementedError(f"{name} has no conversions, which go by names. Load a checkpoint.")
+            self.check_conversions()
             conversions = get_model_conversion_mapping(self, add_legacy=False)
             conversions = [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
         conversions = [conversion.reverse_transform() for conversion in reversed(conversions)]
