@@ -16,6 +16,7 @@ from patcher.codegen.bridges.dependencies import Dependencies
 from patcher.codegen.bridges.fused_layers import FusedLayers, ModuleText
 from patcher.codegen.bridges.to_patcher import MADE
 from patcher.codegen.spec import create_patch_from_external
+from patcher.compat.decorators import replaces_forward
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import named_modules
 from patcher.errors import nearest
@@ -29,7 +30,7 @@ from patcher.layouts.layouts import Layout
 from patcher.layouts.transforms import conversions_of
 from patcher.patterns import find_key, hits
 from patcher.resolution.resolution import NO_CHANGE, Resolution, resolve, skeleton
-from patcher.source.definitions import decorator_name, decorators_of, replaced_methods
+from patcher.source.definitions import decorator_name, decorators_of
 from patcher.source.reading import file_tree
 from patcher.spec.forward_of import FLAGS, ForwardOf
 from patcher.spec.like import find_like, likes_of
@@ -241,9 +242,8 @@ def _replace_forward(described: PatchConfig, name: str, layer: type[nn.Module], 
         )
     forward: Any = layer.forward
     name_map, modeling = dependencies.add(forward, call), dependencies.original
-    tree, package = file_tree(modeling.__file__ or ""), modeling.__package__ or ""
-    decorators = map(decorator_name, decorators_of(tree, name))
-    dropped = [decorator for decorator in decorators if "forward" in replaced_methods(decorator, tree, package)]
+    decorators = map(decorator_name, decorators_of(file_tree(modeling.__file__ or ""), name))
+    dropped = list(filter(replaces_forward, decorators))
     if dropped:  # a kernel would run instead
         described.drop_decorators(name, *dropped)
     described.override_method(f"{name}.forward", forward, f"of {layer.__name__}", name_map, keep_decorators=False)

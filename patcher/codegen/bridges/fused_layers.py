@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from patcher.codegen.spec import WIDTH
 from patcher.compat import standing_alone
+from patcher.compat.decorators import replaces_forward
 from patcher.compat.modeling_code import unrebound
 from patcher.errors import CodegenError
 from patcher.fusions.experts.linear import DECLARED, LinearExperts
@@ -28,7 +29,7 @@ from patcher.fusions.joined import Joined
 from patcher.fusions.patch_embeddings import LinearPatchEmbedding
 from patcher.fusions.rewrite import class_text
 from patcher.patterns import inside, parents
-from patcher.source.definitions import decorator_name, replaced_methods
+from patcher.source.definitions import decorator_name
 from patcher.source.scopes import start_line, top_level
 from patcher.source.texts import Edit, Text, applied, dedented, indent_of
 
@@ -278,13 +279,9 @@ class FusedLayers:
 
     def _inherited_decorators(self, original: type) -> str:
         """Return the decorators of a class that its subclass needs as well: those that don't replace the forward."""
-        text, package = self.text.text, self.text.module.__package__ or ""
-        lines = []
-        for decorator in self.text.classes[original.__name__].decorator_list:
-            name = decorator_name(decorator)
-            if "forward" not in replaced_methods(name, text.tree, package) and "kernel_forward" not in name:
-                lines.append(f"@{text.code(decorator)}\n")
-        return "".join(lines)
+        decorators = self.text.classes[original.__name__].decorator_list
+        inherited = (part for part in decorators if not replaces_forward(decorator_name(part)))
+        return "".join(f"@{self.text.text.code(decorator)}\n" for decorator in inherited)
 
     def joined_init(self, original: type, joined: Joined) -> str:
         """Return the `__init__` of joined projections, or raise a CodegenError if the original's can't be edited."""

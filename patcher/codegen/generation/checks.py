@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from patcher.codegen.generation.draft import Draft
 from patcher.codegen.spec import PatchKind, PatchSpec
+from patcher.compat.decorators import replaces_forward
 from patcher.errors import CodegenError
-from patcher.source.definitions import decorator_name, decorators_of, replaced_methods
+from patcher.source.definitions import decorator_name, decorators_of
 from patcher.source.reading import Location, Source, file_tree, parsed
 from patcher.source.scopes import (
     Definition,
@@ -26,18 +27,17 @@ from patcher.source.scopes import (
 from patcher.source.texts import dedented
 
 
-def warn_of_decorators(draft: Draft, text: str) -> None:
-    """Issue a warning for each patched method that a decorator of its class may keep from running."""
+def warn_of_decorators(draft: Draft) -> None:
+    """Issue a warning for each patched `forward` that a decorator of its class may keep from running."""
     config = draft.config
     rebound = {*config.dropped, *config.excluded}  # may be bound anew by the file
-    for patch in (patch for patch in config.patches if patch.target.count(".") == 1):
+    for patch in config.patches:
         owner, _, method = patch.target.partition(".")
-        for name in map(decorator_name, decorators_of(draft.text.tree, owner)):
-            tree = parsed(text) if name.partition(".")[0] in rebound else draft.text.tree
-            replaced = replaced_methods(name, tree, draft.source.package)
-            if (owner, name) not in config.undecorated and method in replaced:
+        for name in map(decorator_name, decorators_of(draft.text.tree, owner)) if method == "forward" else ():
+            is_kept = (owner, name) not in config.undecorated and name.partition(".")[0] not in rebound
+            if is_kept and replaces_forward(name):
                 patch.where.warn(
-                    f"{patch.call} may never run: @{name} of {owner} puts another {method} in the place of the "
+                    f"{patch.call} may never run: @{name} of {owner} puts another forward in the place of the "
                     f"class's own. Leave the decorator out with config.drop_decorators({owner!r}, {name!r})."
                 )
 

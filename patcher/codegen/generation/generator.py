@@ -100,7 +100,7 @@ def build(config: PatchSpec) -> Generated:
     if draft.edits:
         text, orphans = without_orphans(config, text, original)
         check_names(draft, text)
-    warn_of_decorators(draft, text)
+    warn_of_decorators(draft)
     text, methods = with_stock_conversions(draft, text)
     changes = changes_of(config, draft.patches, draft.header_fingerprints, orphans, methods)
     text = source.newline.join([*render_header(config, source, changes), without_banner(text)])
