@@ -211,7 +211,11 @@ class PatchConfig(PatchSpec):
     def add_helper_after(
         self, anchor: str, helper: Any = None, description: str = "", name_map: NameMap = None
     ) -> Any:
-        """Like `add_helper`, but right after the definition `anchor` of the file, which the helper uses."""
+        """Like `add_helper`, but right after the definition `anchor` of the file.
+
+        So a helper comes behind what it needs while the file is imported, such as its base class. A replacement that
+        needs a later definition is added as a helper behind it, and its original left out by `exclude_from_output`.
+        """
         return self._add_helper(anchor, helper, description, name_map)
 
     def include(self, other: PatchSpec, without: Iterable[str] = ()) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from patcher.codegen.generation.draft import Draft
-from patcher.codegen.spec import PatchKind, PatchSpec
+from patcher.codegen.spec import PatchSpec
 from patcher.compat.decorators import replaces_forward
 from patcher.errors import CodegenError
 from patcher.source.definitions import decorator_name, decorators_of
@@ -22,7 +22,6 @@ from patcher.source.scopes import (
     start_line,
     top_level,
     undefined_names,
-    used_too_early,
 )
 from patcher.source.texts import dedented
 
@@ -57,7 +56,7 @@ class _User(NamedTuple):
 
 
 def check_names(draft: Draft, text: str) -> None:
-    """Raise a CodegenError if the file uses names that it doesn't define, or doesn't define early enough."""
+    """Raise a CodegenError if the file uses names that it doesn't define."""
     config, original = draft.config, draft.text
     try:
         tree = parsed(text)
@@ -73,15 +72,6 @@ def check_names(draft: Draft, text: str) -> None:
         missing = {name: line for name, line in missing.items() if name not in missing_before}
     if missing:
         raise CodegenError("\n".join(_report_missing(config, tree, original.tree, missing)))
-    if early := used_too_early(tree):
-        early_before = used_too_early(original.tree)
-        for name in (name for name in early if name not in early_before):
-            users = ((user.where, user.label) for user in _users(config) if name in user.used_names())
-            where, label = next(users, (config.where, "the file"))
-            raise CodegenError(
-                f"{where}: {label} uses {name!r} while {config.target_file} is imported, and the file defines it only "
-                f"further down. {_how_to_follow(config, where, name)} the name inside a function."
-            )
 
 
 def _users(config: PatchSpec) -> Iterator[_User]:
@@ -93,20 +83,6 @@ def _users(config: PatchSpec) -> Iterator[_User]:
         yield _User(helper.where, label, helper.source, code, dict(helper.name_map))
     for block in config.blocks:
         yield _User(block.where, "the text given to add_post_import_block", None, block.code, {})
-
-
-def _how_to_follow(config: PatchSpec, where: Location, name: str) -> str:
-    """Return how the addition of a line of the config is moved behind the definition of a name, if it can be."""
-    if any(helper.where == where for helper in config.helpers):
-        return f"Put it behind that definition with add_helper_after({name!r}), or use"
-    for patch in config.patches:
-        if patch.where == where and patch.kind in (PatchKind.REPLACE_CLASS, PatchKind.REPLACE_FUNCTION):
-            target = patch.target
-            return (
-                f"Leave the original out with exclude_from_output({target!r}) and add a {target!r} behind that "
-                f"definition with add_helper_after({name!r}), or use"
-            )
-    return "Use"
 
 
 def _report_missing(
