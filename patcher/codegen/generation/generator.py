@@ -7,6 +7,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 from patcher.codegen.generation.checks import check_names, warn_of_decorators
 from patcher.codegen.generation.definitions import ClassEdit, is_overload, replace_definition
@@ -25,7 +26,7 @@ from patcher.codegen.spec import Patch, PatchKind, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source.modules import SourceModule, load
 from patcher.source.reading import parsed
-from patcher.source.scopes import nearest
+from patcher.source.scopes import inner_blocks, nearest, statements_of
 from patcher.source.texts import Place, Text, applied, definitions
 
 
@@ -89,6 +90,7 @@ def build(config: PatchSpec) -> Generated:
             f"{source.name} can't be patched, because {source.path} does not parse: {error.msg}, on line "
             f"{error.lineno}."
         ) from error
+    _check_lines(source, original)
     draft = Draft(config, source, Text(source.text, original))
     removed_imports = remove(draft)
     imports = added_imports(draft)
@@ -103,8 +105,19 @@ def build(config: PatchSpec) -> Generated:
     warn_of_decorators(draft)
     text, methods = with_stock_conversions(draft, text)
     changes = changes_of(config, draft.patches, draft.header_fingerprints, orphans, methods)
-    text = source.newline.join([*render_header(config, source, changes), without_banner(text)])
+    text = "\n".join([*render_header(config, source, changes), without_banner(text)])
     return Generated(config, source, text, tuple(draft.patches))
+
+
+def _check_lines(source: SourceModule, tree: ast.Module) -> None:
+    """Raise a CodegenError if two statements are on one line: code is patched by whole lines."""
+    simple = [node for node in statements_of(tree, ast.stmt) if not any(inner_blocks(node))]
+    for before, node in pairwise(simple):
+        if before.end_lineno == node.lineno:
+            raise CodegenError(
+                f"{source.path}:{node.lineno}: two statements are on this line, and code is patched by whole lines. "
+                "Run `ruff format` on the file, or patch a formatted copy of it."
+            )
 
 
 def _patch_definitions(draft: Draft) -> None:
