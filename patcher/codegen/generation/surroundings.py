@@ -193,7 +193,7 @@ def without_orphans(config: PatchSpec, text: str, original: ast.Module) -> tuple
 
 def absolute_imports(draft: Draft) -> Iterator[Edit]:
     """Yield the edits that make all imports absolute, those in functions and guards included."""
-    text, source = draft.text, draft.source
+    text, source, at_top = draft.text, draft.source, {*top_level(draft.text.tree.body)}
     for node in statements_of(text.tree, ast.ImportFrom):
         if not node.level:
             continue
@@ -202,10 +202,12 @@ def absolute_imports(draft: Draft) -> Iterator[Edit]:
         assert match is not None
         relative = "." * node.level + (node.module or "")
         name = absolute_name(relative, source.package, source.name, draft.config.where)
-        line = f"from {name} import{text.text[match.end() : end]}"
-        if len(line) + node.col_offset > WIDTH and "\n" not in line and "(" not in line:
-            lines = import_by_line(name, map(ast.unparse, node.names))
-            yield Edit(start, end, f"\n{text.indent(node.lineno)}".join(lines))
+        written = text.text[match.end() : end]
+        dropped = draft.config.dropped if node in at_top else ()
+        names = [ast.unparse(alias) for alias in node.names if bound_name(alias) not in dropped]
+        width = node.col_offset + len(f"from {name} import {', '.join(names)}")
+        if names and width > WIDTH and "\n" not in written and "(" not in written:
+            yield Edit(start, end, f"\n{text.indent(node.lineno)}".join(import_by_line(name, names)))
         else:
             yield Edit(start, match.end(), f"from {name} import")
 
