@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from patcher.codegen.spec import Block, Helper, Import, Names, Patch, PatchKind, PatchSpec, check_description
 from patcher.errors import CodegenError
-from patcher.source.reading import Location, Source, caller, is_decorator_line, note_decorator, read_source
+from patcher.source.reading import Location, Source, caller, read_source
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -312,8 +312,8 @@ class PatchConfig(PatchSpec):
         where, call = caller(), f"{kind.method}({target!r})"
         check_description(description, call, where)
 
-        def register(obj: Any, site: Location | None) -> Any:
-            source = read_source(obj, call, where, site)
+        def register(obj: Any) -> Any:
+            source = read_source(obj, call, where)
             if source.is_class != (kind is PatchKind.REPLACE_CLASS):
                 expected = "a class" if kind is PatchKind.REPLACE_CLASS else "a function"
                 raise CodegenError(f"{where}: {call} needs {expected}, and {source.name!r} isn't one.")
@@ -323,13 +323,13 @@ class PatchConfig(PatchSpec):
             self.patches.append(patch)
             return obj
 
-        return register(replacement, None) if replacement is not None else _decorator(register)
+        return register if replacement is None else register(replacement)
 
     def _add_helper(self, after: str, helper: Any, description: str, name_map: NameMap) -> Any:
         where, call = caller(), f"add_helper_after({after!r})" if after else "add_helper"
 
-        def register(obj: Any, site: Location | None) -> Any:
-            helper = Helper.of(obj, after, site)
+        def register(obj: Any) -> Any:
+            helper = Helper.of(obj, after)
             for known in (known for known in self.helpers if known.__name__ == helper.__name__):
                 raise CodegenError(
                     f"{where}: {call} adds {helper.__name__!r}, which is already a helper, added at "
@@ -340,21 +340,7 @@ class PatchConfig(PatchSpec):
             self.helpers.add(replace(helper, description=about, name_map=names, after=after))
             return obj
 
-        if helper is None:
-            return _decorator(register)
-        return register(helper, None) if isinstance(helper, str | Helper) else _decorator(register)(helper)
-
-
-def _decorator(register: Callable[[Any, Location | None], Any]) -> Callable[[Any], Any]:
-    def decorate(obj: Any) -> Any:
-        site = caller()
-        if not is_decorator_line(site):  # a call, config.replace_class("X")(MyX)
-            return register(obj, None)
-        register(obj, site)
-        note_decorator(obj, site)
-        return obj
-
-    return decorate
+        return register if helper is None else register(helper)
 
 
 def _renamed_words(name_map: NameMap, source: Source, call: str, where: Location) -> tuple[tuple[str, str], ...]:
