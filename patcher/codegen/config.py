@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from patcher.codegen.spec import Block, Helper, Import, Names, Patch, PatchKind, PatchSpec, check_description
 from patcher.errors import CodegenError
@@ -50,58 +50,24 @@ class PatchConfig(PatchSpec):
 
     # -- patches of definitions ---------------------------------------------------------------------------------
 
-    @overload
-    def replace_class(
-        self, target: str, replacement: None = None, description: str = "", name_map: NameMap = None
-    ) -> Callable[[T], T]: ...
-    @overload
-    def replace_class(self, target: str, replacement: T, description: str = "", name_map: NameMap = None) -> T: ...
     def replace_class(
         self, target: str, replacement: Any = None, description: str = "", name_map: NameMap = None
-    ) -> Any:
+    ) -> Callable[[T], T]:
         """Replace the class `target`, including its decorators, by a class under its name.
 
         If the replacement inherits from the class it replaces, that one is kept in the file as `OriginalTarget`.
         """
         return self._register(PatchKind.REPLACE_CLASS, target, replacement, description, name_map)
 
-    @overload
-    def replace_function(
-        self, target: str, replacement: None = None, description: str = "", name_map: NameMap = None
-    ) -> Callable[[T], T]: ...
-    @overload
-    def replace_function(self, target: str, replacement: T, description: str = "", name_map: NameMap = None) -> T: ...
     def replace_function(
         self, target: str, replacement: Any = None, description: str = "", name_map: NameMap = None
-    ) -> Any:
+    ) -> Callable[[T], T]:
         """Replace the function `target` of the module by a function under its name.
 
         If the replacement calls the function it replaces, that one is kept in the file as `original_target`.
         """
         return self._register(PatchKind.REPLACE_FUNCTION, target, replacement, description, name_map)
 
-    @overload
-    def override_method(
-        self,
-        target: str,
-        replacement: None = None,
-        description: str = "",
-        name_map: NameMap = None,
-        *,
-        keep_decorators: bool = True,
-        new: bool | None = None,
-    ) -> Callable[[T], T]: ...
-    @overload
-    def override_method(
-        self,
-        target: str,
-        replacement: T,
-        description: str = "",
-        name_map: NameMap = None,
-        *,
-        keep_decorators: bool = True,
-        new: bool | None = None,
-    ) -> T: ...
     def override_method(
         self,
         target: str,
@@ -111,7 +77,7 @@ class PatchConfig(PatchSpec):
         *,
         keep_decorators: bool = True,
         new: bool | None = None,
-    ) -> Any:
+    ) -> Callable[[T], T]:
         """Replace or add the method `target`, `"Class.method"`; the rest of the class is unchanged.
 
         Args:
@@ -125,15 +91,9 @@ class PatchConfig(PatchSpec):
         options = {"keep_decorators": keep_decorators, "new": new}
         return self._register(PatchKind.OVERRIDE_METHOD, target, replacement, description, name_map, **options)
 
-    @overload
-    def modify_init(
-        self, target: str, replacement: None = None, description: str = "", name_map: NameMap = None
-    ) -> Callable[[T], T]: ...
-    @overload
-    def modify_init(self, target: str, replacement: T, description: str = "", name_map: NameMap = None) -> T: ...
     def modify_init(
         self, target: str, replacement: Any = None, description: str = "", name_map: NameMap = None
-    ) -> Any:
+    ) -> Callable[[T], T]:
         """Wrap the `__init__` of the class `target` with a function `(original_init, self, ...)`."""
         return self._register(PatchKind.MODIFY_INIT, target, replacement, description, name_map)
 
@@ -308,7 +268,7 @@ class PatchConfig(PatchSpec):
 
     def _register(
         self, kind: PatchKind, target: str, replacement: Any, description: str, name_map: NameMap, **options: Any
-    ) -> Any:
+    ) -> Callable[[T], T]:
         where, call = caller(), f"{kind.method}({target!r})"
         check_description(description, call, where)
 
