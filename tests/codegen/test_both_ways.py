@@ -420,9 +420,9 @@ ERRORS: dict[str, tuple[Patcher, str]] = {
     ),
     "nothing": (Patcher(), r"Patcher\(\) changes no class"),
     "a fusion with nothing to do": (Patcher(fusions=Never()), r"the fusions \[Never\(\)\] find nothing to fuse"),
-    "not every object of a class": (
+    "a family of one's own": (
         Patcher(fusions=Halves()),
-        r"layers\.1\.mlp is not fused, and others of its class, LlamaMLP, are",
+        r"Halves\(\) makes a Halved of model\.layers\.0\.mlp, and a file has the layers of qkv, .* the patcher itself",
     ),
     "a conversion without text": (
         Patcher({"LlamaMLP": JoinedMLP}, (), WeightConverter(["a", "b"], "c", operations=[Unspeakable()])),

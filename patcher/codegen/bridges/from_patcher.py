@@ -25,7 +25,7 @@ from patcher.fusions.experts.linear import LinearExperts
 from patcher.fusions.families import fusion_named
 from patcher.fusions.fused_module import FusedModule
 from patcher.fusions.joined import JoinedProjections
-from patcher.fusions.methods import is_importable
+from patcher.fusions.patch_embeddings import LinearPatchEmbedding
 from patcher.layouts.layouts import Layout
 from patcher.layouts.transforms import conversions_of
 from patcher.patterns import find_key, hits
@@ -64,13 +64,11 @@ def describe_patcher(
         resolution = resolve(patcher.replace(class_mapping=replaced, alternatives=()), model_class, config)
     stock = {path: unrebound(cls) for path, cls in resolution.original_classes.items()}
     resolution = replace(resolution, original_classes=stock)
-    rebuilt = description.rebuilt_classes(resolution)
-    targets: dict[Any, str] = {cls: name for name, cls in (*replaced.items(), *rebuilt.items())}
+    targets: dict[Any, str] = {cls: name for name, cls in replaced.items()}
     targets |= {function.replacement: function.name.partition(":")[2] for function in resolution.functions.replaced}
     dependencies = Dependencies(described, modeling, targets)
-    for classes, why in ((replaced, ""), (rebuilt, "fused")):
-        for name, cls in sorted(classes.items()):
-            _replace_class(described, name, cls, dependencies, why)
+    for name, cls in sorted(replaced.items()):
+        _replace_class(described, name, cls, dependencies)
     modules = dict(named_modules(description.stock))
     layers = FusedLayers(described, description.text, modules, resolution.refused, dependencies.define)
     changed = {path for path, module in modules.items() if type(module).__name__ in replaced}
@@ -157,64 +155,31 @@ class _Description(NamedTuple):
         #: original class, or the fused class itself if it replaces modules of torch -> path -> fused class
         groups: dict[type[nn.Module], dict[str, Any]] = {}
         for path, cls in resolution.fused.items():
-            if path in plan.rebuilt:
-                continue
-            if issubclass(cls, FusedModule):
-                self._check_module_of(path, resolution.original_classes[path])
-            elif not is_importable(cls):
-                raise self.described.error(
-                    f"{fusions[path]!r} gives {path} a class that is made for its shape, and a file imports classes. "
-                    "Load with the patcher itself."
+            if not issubclass(cls, (JoinedProjections, LinearExperts, LinearPatchEmbedding)):
+                raise self.described.refusal(
+                    f"{fusions[path]!r} makes a {cls.__name__} of {path}, and a file has the layers of qkv, gate_up, "
+                    "kv, siblings, sequential_experts and patch_embeddings"
                 )
             original = resolution.original_classes[path] if issubclass(cls, FusedModule) else cls
+            if original is not cls and not self.text.defines(original):
+                raise self.described.error(
+                    f"a fusion takes {path}, a {original.__name__} of {original.__module__}, which is not defined in "
+                    f"{self.text.module.__name__}. Call from_patcher() with a model of that module."
+                )
             groups.setdefault(original, {})[path] = cls
         for original, fused in sorted(groups.items(), key=lambda item: item[0].__name__):
-            path, cls = next(iter(fused.items()))
-            if not issubclass(cls, FusedModule):
-                layers.replace(cls, fused)
-            elif issubclass(cls, JoinedProjections):
+            cls = next(iter(fused.values()))
+            if issubclass(cls, JoinedProjections):
                 layers.join(original, fused)
             elif issubclass(cls, LinearExperts):
                 layers.replace_experts(original, cls, fused)
             else:
-                raise self.described.refusal(
-                    f"{path} gets a {cls.__name__}, which isn't a class of qkv, gate_up, kv, siblings or "
-                    "sequential_experts"
-                )
+                layers.replace_embeddings(fused)
         return {path: tuple(fusions[path].layouts(layers.modules[path])) for path in resolution.fused}
-
-    def _check_module_of(self, path: str, original: type[nn.Module]) -> None:
-        if not self.text.defines(original):
-            raise self.described.error(
-                f"a fusion takes {path}, a {original.__name__} of {original.__module__}, which is "
-                f"not defined in {self.text.module.__name__}. Call from_patcher() with a model of that module."
-            )
-
-    def rebuilt_classes(self, resolution: Resolution) -> dict[str, type[nn.Module]]:
-        """Return class of the module -> the fused class that is constructed instead, for all its instances."""
-        rebuilt: dict[str, type[nn.Module]] = {}
-        for path, cls in resolution.fused.items():
-            if path not in resolution.fusion_plan.rebuilt:
-                continue
-            original = resolution.original_classes[path]
-            self._check_module_of(path, original)
-            if rebuilt.setdefault(original.__name__, cls) is not cls:
-                raise self.described.error(
-                    f"{original.__name__} is fused in more than one way in {type(self.stock).__name__}, "
-                    "and a file has one way for a class. Load with the patcher itself."
-                )
-        for path, module in self.stock.named_modules():
-            if type(module).__name__ in rebuilt and path not in resolution.fused:
-                reason = f" ({resolution.refused[path]})" if resolution.refused.get(path) else ""
-                raise self.described.error(
-                    f"{path} is not fused{reason}, and others of its class, "
-                    f"{type(module).__name__}, are: a file has one forward for a class. Load with the patcher itself."
-                )
-        return rebuilt
 
 
 def _replace_class(
-    described: PatchConfig, name: str, cls: type[nn.Module] | ForwardOf, dependencies: Dependencies, description: str
+    described: PatchConfig, name: str, cls: type[nn.Module] | ForwardOf, dependencies: Dependencies
 ) -> None:
     if isinstance(cls, ForwardOf):
         cls.on(vars(dependencies.original)[name])  # raises if its signature doesn't fit
@@ -227,10 +192,10 @@ def _replace_class(
         )
     home = cls.__module__.split(".")[0]
     if home in ("torch", "transformers") and "<locals>" not in cls.__qualname__:
-        described.patches.append(create_patch_from_external(name, cls.__module__, cls.__qualname__, description))
+        described.patches.append(create_patch_from_external(name, cls.__module__, cls.__qualname__))
         return
     call = f"from_patcher(), for {cls.__qualname__},"
-    described.replace_class(name, cls, description, dependencies.add(cls, call))
+    described.replace_class(name, cls, name_map=dependencies.add(cls, call))
 
 
 def _replace_forward(described: PatchConfig, name: str, layer: type[nn.Module], dependencies: Dependencies) -> None:

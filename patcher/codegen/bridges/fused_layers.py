@@ -189,16 +189,14 @@ class FusedLayers:
             f"{self.described.source_module} builds those that are, and no others"
         )
 
-    def replace(self, cls: Any, fused: Mapping[str, Any]) -> None:
-        """Replace modules of torch by modules of a class with a `from_module`."""
-        name, is_embedding = cls.__name__, cls is LinearPatchEmbedding
-        self.define(standing_alone.LinearPatchEmbedding if is_embedding else cls, f"from_patcher(), for {name}")
+    def replace_embeddings(self, fused: Mapping[str, Any]) -> None:
+        """Replace convolutions of patches by linear layers."""
+        name = LinearPatchEmbedding.__name__
+        self.define(standing_alone.LinearPatchEmbedding, f"from_patcher(), for {name}")
 
         def edits(call: ast.expr, _: Any) -> list[Edit]:
             assert isinstance(call, ast.Call)  # no variable of modeling code holds a class of torch
-            start, end = self.text.text.span(call)
-            if not is_embedding:
-                return [Edit(start, start, f"{name}.from_module("), Edit(end, end, ")")]
+            end = self.text.text.span(call)[1]
             rank = [Edit(end - 1, end - 1, ", rank=3")] if self.text.value(call.func) is nn.Conv3d else []
             return [self._renamed(call, name), *rank]
 
