@@ -18,11 +18,6 @@ from patcher.source.texts import Edit, Place, Text, dedented, definitions
 ORIGINAL_INIT = "_original_init"
 
 
-def is_overload(node: Any) -> bool:
-    """Whether a definition is a signature for type checkers only, `@overload`."""
-    return any(ast.unparse(decorator).rpartition(".")[2] == "overload" for decorator in node.decorator_list)
-
-
 # --- whole definitions ----------------------------------------------------------------------------------------------
 
 
@@ -118,9 +113,8 @@ class ClassEdit:
         for patch in patches:
             is_init = patch.kind is PatchKind.MODIFY_INIT
             name = "__init__" if is_init else patch.target.partition(".")[2]
-            # All definitions of the name, as in the branches of an `if`, without accessors and overloads.
-            named = [member for member in self.members if member.name == name]
-            methods = [method for method in named if not is_accessor(method.node) and not is_overload(method.node)]
+            # All definitions of the name, as in the branches of an `if`, without accessors.
+            methods = [member for member in self.members if member.name == name and not is_accessor(member.node)]
             (self._wrap_init if is_init else self._override)(patch, name, methods)
             index = self.members.index(methods[0]) if methods else len(self.members)
             self.patched.append((index, name, patch))

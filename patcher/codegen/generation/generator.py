@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from patcher.codegen.generation.checks import check_names, warn_of_decorators
-from patcher.codegen.generation.definitions import ClassEdit, is_overload, replace_definition
+from patcher.codegen.generation.definitions import ClassEdit, replace_definition
 from patcher.codegen.generation.draft import Draft
 from patcher.codegen.generation.header import changes_of, render_header, without_banner
 from patcher.codegen.generation.stock_conversions import with_stock_conversions
@@ -24,6 +24,7 @@ from patcher.codegen.generation.surroundings import (
 )
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec
 from patcher.errors import CodegenError
+from patcher.source.definitions import decorator_name, decorators_of
 from patcher.source.modules import SourceModule, load
 from patcher.source.reading import parsed
 from patcher.source.scopes import inner_blocks, nearest, statements_of
@@ -129,6 +130,10 @@ def _patch_definitions(draft: Draft) -> None:
         name = patch.target.split(".")[0]
         if name not in by_name:
             raise _unknown_target(patch, name, places, draft)
+        if any(decorator_name(part).endswith("overload") for part in decorators_of(tree, patch.definition)):
+            without = f"Leave them out with config.exclude_from_output({name!r}), and use add_helper."
+            fix = without if patch.target == name else f"Use replace_class({name!r})."
+            raise patch.error(f"names several definitions, by @overload. {fix}")
         by_name[name].append(patch)
     for place in places:
         name, patches, imported = place.name, by_name[place.name], draft.imported.get(place.name)
@@ -153,7 +158,7 @@ def _patch_definitions(draft: Draft) -> None:
                 f"{imported.line}. {fix}"
             )
         replacements = [p for p in patches if p.target == name and p.kind is not PatchKind.MODIFY_INIT]
-        if replacements and not is_overload(place.node):
+        if replacements:
             replace_definition(replacements[0], place, draft)
         elif isinstance(place.node, ast.ClassDef):
             ClassEdit(place, draft).apply(patches)
