@@ -19,6 +19,8 @@ from patcher.codegen.spec import create_patch_from_external
 from patcher.compat.decorators import replaces_forward
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import named_modules
+from patcher.construction.class_rules import ClassRules
+from patcher.construction.in_force import InForce
 from patcher.errors import nearest
 from patcher.functions.models import full_name
 from patcher.fusions.experts.linear import LinearExperts
@@ -28,12 +30,11 @@ from patcher.fusions.joined import JoinedProjections
 from patcher.fusions.patch_embeddings import LinearPatchEmbedding
 from patcher.layouts.layouts import Layout
 from patcher.layouts.transforms import conversions_of
-from patcher.patterns import find_key, hits
 from patcher.resolution.resolution import NO_CHANGE, Resolution, resolve, skeleton
 from patcher.source.definitions import decorator_name, decorators_of
 from patcher.source.reading import file_tree
 from patcher.spec.forward_of import FLAGS, ForwardOf
-from patcher.spec.like import find_like, likes_of
+from patcher.spec.validation import required_groups
 
 if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig
@@ -99,13 +100,11 @@ class _Description(NamedTuple):
         """Return class of the module -> replacement, for every class key of the patcher."""
         values = {name: vars(self.text.module).get(name) for name in self.text.classes}
         classes = {name: cls for name, cls in values.items() if isinstance(cls, type) and issubclass(cls, nn.Module)}
-        mapping = self.patcher.class_mapping
-        matches = {name: find_key(name, mapping) or find_like(cls, mapping) for name, cls in classes.items()}
-        keys = {name: key for name, key in matches.items() if key is not None}
-        used = {key for name in keys for key in (*hits(name, mapping), *likes_of(classes[name], mapping))}
-        for group in self.patcher.alternatives:
-            used.update(group if used.intersection(group) else ())
-        for key in (key for key in mapping if key not in used):
+        rules = ClassRules((InForce(self.patcher, "from_patcher()"),))
+        matches = {name: match for name, cls in classes.items() if (match := rules.match(cls)) is not None}
+        used = {key for match in matches.values() for _, _, key in rules.matched(match)}
+        groups = required_groups(self.patcher.class_mapping, self.patcher.alternatives)
+        for key in (group[0] for group in groups if used.isdisjoint(group)):
             matching = nearest(key, classes)
             hint = f"Nearest: {', '.join(matching)}. " if matching else ""
             raise self.described.error(
@@ -113,7 +112,7 @@ class _Description(NamedTuple):
                 f"{hint}A generated file holds the classes of one "
                 "module: for a class of another one call from_patcher() with a model of that module."
             )
-        return {name: mapping[key] for name, key in keys.items()}
+        return {name: match.value for name, match in matches.items()}
 
     def replace_functions(self, resolution: Resolution, dependencies: Dependencies) -> None:
         """Replace the functions of the patcher, which the module itself has to define."""
