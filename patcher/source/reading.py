@@ -114,7 +114,10 @@ def is_of_config(decorator: ast.expr) -> bool:
 
 
 def unwrap(obj: Any) -> Any:
-    """Return the function or class behind `staticmethod`, `classmethod`, `property` and `functools.wraps`."""
+    """Return the function or class behind `staticmethod`, `classmethod`, `property` and `functools.wraps`.
+
+    A wrapper that a config decorates is returned itself.
+    """
     while True:
         if isinstance(obj, (staticmethod, classmethod)):
             obj = obj.__func__
