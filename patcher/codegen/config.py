@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from patcher.codegen.spec import Block, Helper, Import, Names, Patch, PatchKind, PatchSpec, check_description
 from patcher.errors import CodegenError
-from patcher.source.reading import Location, Source, caller, is_decorator_line, note_decorator, read_source
+from patcher.source.reading import Location, Source, caller, read_source
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -50,58 +50,24 @@ class PatchConfig(PatchSpec):
 
     # -- patches of definitions ---------------------------------------------------------------------------------
 
-    @overload
-    def replace_class(
-        self, target: str, replacement: None = None, description: str = "", name_map: NameMap = None
-    ) -> Callable[[T], T]: ...
-    @overload
-    def replace_class(self, target: str, replacement: T, description: str = "", name_map: NameMap = None) -> T: ...
     def replace_class(
         self, target: str, replacement: Any = None, description: str = "", name_map: NameMap = None
-    ) -> Any:
+    ) -> Callable[[T], T]:
         """Replace the class `target`, including its decorators, by a class under its name.
 
         If the replacement inherits from the class it replaces, that one is kept in the file as `OriginalTarget`.
         """
         return self._register(PatchKind.REPLACE_CLASS, target, replacement, description, name_map)
 
-    @overload
-    def replace_function(
-        self, target: str, replacement: None = None, description: str = "", name_map: NameMap = None
-    ) -> Callable[[T], T]: ...
-    @overload
-    def replace_function(self, target: str, replacement: T, description: str = "", name_map: NameMap = None) -> T: ...
     def replace_function(
         self, target: str, replacement: Any = None, description: str = "", name_map: NameMap = None
-    ) -> Any:
+    ) -> Callable[[T], T]:
         """Replace the function `target` of the module by a function under its name.
 
         If the replacement calls the function it replaces, that one is kept in the file as `original_target`.
         """
         return self._register(PatchKind.REPLACE_FUNCTION, target, replacement, description, name_map)
 
-    @overload
-    def override_method(
-        self,
-        target: str,
-        replacement: None = None,
-        description: str = "",
-        name_map: NameMap = None,
-        *,
-        keep_decorators: bool = True,
-        new: bool | None = None,
-    ) -> Callable[[T], T]: ...
-    @overload
-    def override_method(
-        self,
-        target: str,
-        replacement: T,
-        description: str = "",
-        name_map: NameMap = None,
-        *,
-        keep_decorators: bool = True,
-        new: bool | None = None,
-    ) -> T: ...
     def override_method(
         self,
         target: str,
@@ -111,7 +77,7 @@ class PatchConfig(PatchSpec):
         *,
         keep_decorators: bool = True,
         new: bool | None = None,
-    ) -> Any:
+    ) -> Callable[[T], T]:
         """Replace or add the method `target`, `"Class.method"`; the rest of the class is unchanged.
 
         Args:
@@ -125,15 +91,9 @@ class PatchConfig(PatchSpec):
         options = {"keep_decorators": keep_decorators, "new": new}
         return self._register(PatchKind.OVERRIDE_METHOD, target, replacement, description, name_map, **options)
 
-    @overload
-    def modify_init(
-        self, target: str, replacement: None = None, description: str = "", name_map: NameMap = None
-    ) -> Callable[[T], T]: ...
-    @overload
-    def modify_init(self, target: str, replacement: T, description: str = "", name_map: NameMap = None) -> T: ...
     def modify_init(
         self, target: str, replacement: Any = None, description: str = "", name_map: NameMap = None
-    ) -> Any:
+    ) -> Callable[[T], T]:
         """Wrap the `__init__` of the class `target` with a function `(original_init, self, ...)`."""
         return self._register(PatchKind.MODIFY_INIT, target, replacement, description, name_map)
 
@@ -211,7 +171,11 @@ class PatchConfig(PatchSpec):
     def add_helper_after(
         self, anchor: str, helper: Any = None, description: str = "", name_map: NameMap = None
     ) -> Any:
-        """Like `add_helper`, but right after the definition `anchor` of the file, which the helper uses."""
+        """Like `add_helper`, but right after the definition `anchor` of the file.
+
+        So a helper comes behind what it needs while the file is imported, such as its base class. A replacement that
+        needs a later definition is added as a helper behind it, and its original left out by `exclude_from_output`.
+        """
         return self._add_helper(anchor, helper, description, name_map)
 
     def include(self, other: PatchSpec, without: Iterable[str] = ()) -> None:
@@ -304,12 +268,12 @@ class PatchConfig(PatchSpec):
 
     def _register(
         self, kind: PatchKind, target: str, replacement: Any, description: str, name_map: NameMap, **options: Any
-    ) -> Any:
+    ) -> Callable[[T], T]:
         where, call = caller(), f"{kind.method}({target!r})"
         check_description(description, call, where)
 
-        def register(obj: Any, site: Location | None) -> Any:
-            source = read_source(obj, call, where, site)
+        def register(obj: Any) -> Any:
+            source = read_source(obj, call, where)
             if source.is_class != (kind is PatchKind.REPLACE_CLASS):
                 expected = "a class" if kind is PatchKind.REPLACE_CLASS else "a function"
                 raise CodegenError(f"{where}: {call} needs {expected}, and {source.name!r} isn't one.")
@@ -319,13 +283,13 @@ class PatchConfig(PatchSpec):
             self.patches.append(patch)
             return obj
 
-        return register(replacement, None) if replacement is not None else _decorator(register)
+        return register if replacement is None else register(replacement)
 
     def _add_helper(self, after: str, helper: Any, description: str, name_map: NameMap) -> Any:
         where, call = caller(), f"add_helper_after({after!r})" if after else "add_helper"
 
-        def register(obj: Any, site: Location | None) -> Any:
-            helper = Helper.of(obj, after, site)
+        def register(obj: Any) -> Any:
+            helper = Helper.of(obj, after)
             for known in (known for known in self.helpers if known.__name__ == helper.__name__):
                 raise CodegenError(
                     f"{where}: {call} adds {helper.__name__!r}, which is already a helper, added at "
@@ -336,21 +300,7 @@ class PatchConfig(PatchSpec):
             self.helpers.add(replace(helper, description=about, name_map=names, after=after))
             return obj
 
-        if helper is None:
-            return _decorator(register)
-        return register(helper, None) if isinstance(helper, str | Helper) else _decorator(register)(helper)
-
-
-def _decorator(register: Callable[[Any, Location | None], Any]) -> Callable[[Any], Any]:
-    def decorate(obj: Any) -> Any:
-        site = caller()
-        if not is_decorator_line(site):  # a call, config.replace_class("X")(MyX)
-            return register(obj, None)
-        register(obj, site)
-        note_decorator(obj, site)
-        return obj
-
-    return decorate
+        return register if helper is None else register(helper)
 
 
 def _renamed_words(name_map: NameMap, source: Source, call: str, where: Location) -> tuple[tuple[str, str], ...]:

@@ -235,7 +235,6 @@ class Helper:
     """A class or function that patches use, at the top of the file or right after one of its definitions."""
 
     source: Source
-    obj: Any
     description: str
     name_map: tuple[tuple[str, str], ...]
     after: str
@@ -247,12 +246,12 @@ class Helper:
         return self.source.name
 
     @classmethod
-    def of(cls, obj: Any, after: str = "", site: Location | None = None) -> Helper:
+    def of(cls, obj: Any, after: str = "") -> Helper:
         """Return the helper for a class or function, for the text of one, or of another config."""
         if isinstance(obj, Helper):
             return obj
         call, where = f"add_helper_after({after!r})" if after else "add_helper", caller()
-        return cls(read_source(obj, call, where, site), obj, "", (), after, where)
+        return cls(read_source(obj, call, where), "", (), after, where)
 
 
 @dataclass(frozen=True)

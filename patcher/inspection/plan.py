@@ -12,12 +12,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from patcher.checkpoints.headers import VARIANT, Headers, headers_of, headers_of_mapping
 from patcher.checkpoints.model_classes import PLACES, config_of, model_class_of
 from patcher.compat.conversions import stock_revert, with_model_prefix
-from patcher.compat.models import named_modules, state_tensors
-from patcher.construction.class_rules import ClassRules
+from patcher.compat.models import state_tensors
 from patcher.construction.in_force import in_force_for
 from patcher.display.parts import Cell, Notes, Part, Table
 from patcher.display.tree import Weights, alike_as_one
-from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError
+from patcher.errors import InvalidPatcherError, PatcherError
 from patcher.fusions.config import with_fusion_names
 from patcher.inspection.parts import Patched, added_conversions, fields_of_record, routes_of_fusions
 from patcher.inspection.signatures import misfits
@@ -28,7 +27,7 @@ from patcher.loading.findings import Diagnostics, sort_names
 from patcher.loading.hooks.loads import dry_run
 from patcher.loading.layout_on_disk import fusions_of_layout
 from patcher.loading.load import Constructed, DryRun, Loaded, Selected
-from patcher.loading.record import PatchedModule, PatchRecord
+from patcher.loading.record import PatchRecord
 from patcher.loading.routes import Routing
 from patcher.patterns import compress
 from patcher.resolution.resolution import skeleton
@@ -50,7 +49,7 @@ class Plan(Patched):
         wrong_shape: (parameter, found, expected).
         unseen: (what may be wrong, parameters) of weights that fit by shape and may still be in another order.
         unknown_shapes: how many keys were planned by name alone, because their shapes aren't known.
-        misfits: (class, method, where it is called, problem) of replacements that can't be called like the original.
+        misfits: (class, where it is called, problem) of replacements that can't be called like the original.
         problems: the messages that the load would raise, in order, and a message for each misfit.
     """
 
@@ -63,7 +62,7 @@ class Plan(Patched):
     wrong_shape: tuple[tuple[str, str, str], ...] = ()
     unseen: Unseen = ()
     unknown_shapes: int = 0
-    misfits: tuple[tuple[str, str, str, str], ...] = ()
+    misfits: tuple[tuple[str, str, str], ...] = ()
     problems: tuple[str, ...] = ()
 
     _also = ("ok",)
@@ -174,10 +173,10 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
     if isinstance(load, Constructed):
         built, record, diagnostics = load.model, load.record, load.diagnostics
         name = type(built).__name__
-    else:  # construction failed: the replacements follow from the stock model
+    else:  # construction failed
         in_force = load.in_force if load is not None else in_force_for(patcher)[0]
         built, diagnostics = skeleton(cls, config), Diagnostics()
-        record, name = PatchRecord(type(built), in_force, _matching(built, ClassRules(in_force))), cls.__name__
+        record, name = PatchRecord(type(built), in_force), cls.__name__
     if isinstance(load, Selected):
         record = replace(record, dropped=load.conversions.dropped)
     routing = load.routing if isinstance(load, Loaded) else Routing()
@@ -187,12 +186,12 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
     unfit = [Weights("missing", (), (name,)) for name in sort_names({*missing} - {*record.new_weights})]
     unfit += [Weights("left over", (key,)) for key in sort_names({*left_over} - {*record.dropped_weights})]
     unfit += [Weights("wrong shape", (), (name,), f"{shape}, not {expected}") for name, shape, expected in mismatched]
-    wrong_calls = misfits(built, record.replaced, built=isinstance(load, Constructed))
+    wrong_calls = misfits(built, record.replaced)
     problems = [str(raised) for raised in (*diagnostics.errors, error) if raised is not None]
     problems = problems or _stock_errors(info, mismatched if not options.get("ignore_mismatched_sizes") else [])
     problems += [
-        f"{name}.{method} doesn't fit a call of it, {where}: {problem}. Give it the parameters of what it replaces."
-        for name, method, where, problem in wrong_calls
+        f"{name}.forward doesn't fit a call of it, {where}: {problem}. Give it the parameters of what it replaces."
+        for name, where, problem in wrong_calls
     ]
     keys_of: dict[str, list[str]] = {}
     for route in routing.routes:
@@ -258,16 +257,3 @@ def _completed(headers: Headers, stock: PreTrainedModel) -> Headers:
     tensors = {key: saved.get(with_model_prefix(key, stock, saved)) for key in headers.unknown}
     known = {key: tensor for key, tensor in tensors.items() if tensor is not None}
     return replace(headers, tensors={**headers.tensors, **known}, unknown=headers.unknown - known.keys())
-
-
-def _matching(model: PreTrainedModel, rules: ClassRules) -> tuple[PatchedModule, ...]:
-    """Return the modules that mappings match, with their replacements."""
-    patched = []
-    for path, module in named_modules(model):
-        try:
-            match = (rules.match_path(path, type(module)) if path else None) or rules.match(type(module))
-        except PatchConflictError:
-            continue
-        if match is not None and match.replacement is not type(module):
-            patched.append(PatchedModule(path, type(module), match.replacement))
-    return tuple(patched)

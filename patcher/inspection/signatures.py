@@ -18,19 +18,16 @@ from patcher.spec.forward_of import shown_name
 Child = tuple[bool, type[nn.Module], type[nn.Module]]
 
 
-def misfits(
-    model: nn.Module, replaced: Iterable[PatchedModule], *, built: bool = True
-) -> tuple[tuple[str, str, str, str], ...]:
+def misfits(model: nn.Module, replaced: Iterable[PatchedModule]) -> tuple[tuple[str, str, str], ...]:
     """Return the calls in modeling code that fit an original class and don't fit its replacement.
 
     A call that can't be resolved statically isn't reported.
 
     Args:
-        model: the model, or its skeleton, with or without the replacements.
-        built: whether the replacements were built, which shows that their `__init__` fits.
+        model: the model, or its skeleton, with the replacements.
 
     Returns:
-        (replacement, method, where it is called and how, why it doesn't fit) of these calls.
+        (replacement, where its `forward` is called and how, why that doesn't fit) of these calls.
     """
     modules = dict(named_modules(model))
     parents: dict[type[nn.Module], dict[str, set[Child]]] = {}
@@ -42,30 +39,23 @@ def misfits(
         if module.path and parent in modules:
             children = parents.setdefault(type(modules[parent]), {}).setdefault(name, set())
             children.add((in_list, module.original, module.replacement))
-    rows: dict[tuple[str, str, str, str], None] = {}
+    rows: dict[tuple[str, str, str], None] = {}
     for cls, children_by_name in parents.items():
         for base in cls.__mro__:
             for caller in methods_of(base) if not base.__module__.startswith(("torch.", "builtins")) else ():
-                for call, original, new, method in _calls(caller, children_by_name):
-                    if built and method == "__init__":
-                        continue
-                    if problem := why_unfit(call, getattr(original, method), getattr(new, method)):
+                for call, original, new in _calls(caller, children_by_name):
+                    if problem := why_unfit(call, original.forward, new.forward):
                         file = Path(sys.modules[base.__module__].__file__ or "").name
                         where = f"{base.__name__}.{caller.name}, line {call.lineno} of {file}: {shortened(call)}"
-                        rows[shown_name(new), method, where, problem] = None
+                        rows[shown_name(new), where, problem] = None
     return tuple(rows)
 
 
 def _calls(
     caller: Function, children_by_name: Mapping[str, set[Child]]
-) -> Iterator[tuple[ast.Call, type[nn.Module], type[nn.Module], str]]:
-    """Yield the calls in a method that construct or run a replaced module, its classes, and the method called."""
-    classes = {child[1:] for children in children_by_name.values() for child in children}
-    for call in ast.walk(caller):
-        for original, new in classes:
-            if isinstance(call, ast.Call) and getattr(call.func, "id", "") == original.__name__:
-                yield call, original, new, "__init__"
+) -> Iterator[tuple[ast.Call, type[nn.Module], type[nn.Module]]]:
+    """Yield the calls of replaced modules in a method, with their original classes and the replacements."""
     for name, children in children_by_name.items():
         for in_list, original, new in children:
             for call in calls_of_child(caller, name, in_list):
-                yield call, original, new, "forward"
+                yield call, original, new

@@ -1,25 +1,20 @@
-"""Definitions of a module: looked up by dotted name, fingerprinted, and the methods that their decorators replace."""
+"""Definitions of a module: looked up by dotted name, fingerprinted, and their decorators."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import hashlib
-import importlib.util
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
-from patcher.source.modules import find_spec
-from patcher.source.scopes import Definition, bound_by, imported_names, statements_of, top_level
+from patcher.source.scopes import Definition, bound_by, top_level
 
 #: The fingerprint of a definition that doesn't exist.
 NOTHING = "none"
 _BINDING = (Definition, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Import, ast.ImportFrom)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _SKIPPED_FIELDS = frozenset({"ctx", "type_comment", "kind"})
-#: Decorators of the package `kernels`, which needn't be installed, and what they replace once kernels are used.
-_FROM_HUB = {"use_kernel_forward_from_hub": frozenset({"forward"})}
 
 
 def find(tree: ast.Module, name: str) -> list[ast.stmt]:
@@ -99,54 +94,3 @@ def decorators_of(tree: ast.Module, name: str) -> list[ast.expr]:
 def decorator_name(decorator: ast.expr) -> str:
     """Return `a.b` for `@a.b(...)`."""
     return ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
-
-
-def replaced_methods(name: str, tree: ast.Module, package: str) -> frozenset[str]:
-    """Return the methods of a class that a decorator of a module replaces by code that doesn't call them.
-
-    `@use_experts_implementation`, for example, replaces the `forward` by one that dispatches on the config.
-    """
-    if name in _FROM_HUB:
-        return _FROM_HUB[name]
-    functions, origin = _functions(tree).get(name), imported_names(tree).get(name)
-    if functions is not None:
-        return frozenset(method for function in functions for method in _overwritten(function))
-    if origin is None or not origin.attribute:
-        return frozenset()
-    module = importlib.util.resolve_name("." * origin.level + origin.module, package)
-    return replaced_by_decorator_of(module, origin.attribute)
-
-
-@functools.cache
-def replaced_by_decorator_of(module: str, name: str) -> frozenset[str]:
-    """Return the methods that a decorator replaces which a module defines or imports."""
-    spec = find_spec(module)
-    if spec is None or not (spec.origin or "").endswith(".py"):
-        return _FROM_HUB.get(name, frozenset())
-    return replaced_methods(name, ast.parse(Path(spec.origin or "").read_bytes()), spec.parent or "")
-
-
-@functools.lru_cache(maxsize=8)
-def _functions(tree: ast.Module) -> dict[str, list[ast.FunctionDef]]:
-    functions: dict[str, list[ast.FunctionDef]] = {}
-    for node in statements_of(tree, ast.FunctionDef):
-        functions.setdefault(node.name, []).append(node)
-    return functions
-
-
-def _overwritten(decorator: ast.FunctionDef) -> Iterator[str]:
-    """Yield the attributes of its argument that a decorator sets to functions which don't call the previous value."""
-    functions = {node.name: node for node in ast.walk(decorator) if isinstance(node, ast.FunctionDef)}
-    assignments = [node for node in ast.walk(decorator) if isinstance(node, ast.Assign)]
-    saved = {
-        target.id: node.value.attr
-        for node in assignments
-        for target in node.targets
-        if isinstance(target, ast.Name) and isinstance(node.value, ast.Attribute)
-    }
-    for node in assignments:
-        new = functions.get(node.value.id) if isinstance(node.value, ast.Name) else None
-        for target in (target for target in node.targets if isinstance(target, ast.Attribute) and new is not None):
-            called = [call.func for call in ast.walk(new) if isinstance(call, ast.Call)]  # type: ignore[arg-type]
-            if target.attr not in {saved.get(function.id) for function in called if isinstance(function, ast.Name)}:
-                yield target.attr

@@ -119,23 +119,12 @@ _LIBRARIES = {"patcher", "torch", "transformers"}
 
 
 class TextLoader(SourceFileLoader):
-    """Executes the source of a file and keeps it."""
-
-    text = b""
+    """Executes the source of a file."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
-        self.text = self.get_data(path)
-        code: CodeType = self.source_to_code(self.text, path)
+        code: CodeType = self.source_to_code(self.get_data(path), path)
         return code
-
-
-def is_current(module: ModuleType | None) -> bool:
-    """Whether the file of a module has the source that was executed."""
-    loader = getattr(module, "__loader__", None)
-    if not isinstance(loader, TextLoader) or not Path(loader.path).is_file():
-        return False
-    return loader.text == Path(loader.path).read_bytes()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The source of patch code: which text defines a class or function, and which of its decorators are ours.
+"""The source of patch code: which text defines a class or function.
 
 `inspect.getsource` is not enough here. It finds a class by name alone, so that of two definitions of one name it may
 return the wrong one, it fails on classes of notebook cells, and it drops comments above a decorator or
@@ -8,7 +8,6 @@ after the last statement. The line numbers that Python recorded are used instead
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import inspect
 import linecache
@@ -16,7 +15,6 @@ import sys
 import textwrap
 import types
 import warnings
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +23,8 @@ from patcher.errors import CodegenError, PatcherWarning, calling_frame
 from patcher.source.scopes import Definition, start_line
 from patcher.source.texts import dedented, indent_of
 
-#: Lines on which a decorator of ours was applied to an object. A definition can have several decorators, of several
-#: configs, and the outer ones run after the inner ones: they are read when the text is generated, not before.
-_DECORATED: weakref.WeakKeyDictionary[Any, set[Location]] = weakref.WeakKeyDictionary()
+#: The methods of configs that decorate definitions, which are copied without them.
+_DECORATORS = ("replace_class", "replace_function", "override_method", "modify_init", "add_helper", "add_helper_after")
 #: The warnings that were issued: one of a file that is generated several times is issued once.
 _WARNED: dict[str | tuple[str, type[Warning], int], int] = {}
 _INSIDE = ("patcher.codegen.", "patcher.source.", "patcher.errors.")
@@ -69,7 +66,6 @@ class Source:
         file: the file that it was read from, "" for a text given as a string.
         line: the number of the first line of `text` in that file.
         indent: the indentation of the definition.
-        decorators: first and last line of each decorator.
         is_class: whether it defines a class.
     """
 
@@ -78,7 +74,6 @@ class Source:
     file: str
     line: int
     indent: str
-    decorators: tuple[tuple[int, int], ...]
     is_class: bool
 
     def tree(self) -> Definition:
@@ -112,58 +107,42 @@ def _definitions(tree: ast.Module) -> tuple[Definition, ...]:
     return tuple(node for node in ast.walk(tree) if isinstance(node, Definition))
 
 
-def note_decorator(obj: Any, site: Location) -> None:
-    """Record that a decorator on a line is ours, so that the generated text omits it."""
-    with contextlib.suppress(TypeError):  # not weakly referable: not a class or a function, which read_source reports
-        _DECORATED.setdefault(unwrap(obj), set()).add(site)
-
-
-def own_decorators(obj: Any, source: Source) -> set[int]:
-    """Return the indices of the decorators of a definition that are ours."""
-    try:
-        sites = _DECORATED.get(unwrap(obj), set())
-    except TypeError:  # a text
-        return set()
-    lines = {site.line for site in sites if site.file == source.file}
-    spans = enumerate(source.decorators)
-    return {index for index, (first, last) in spans if any(first <= line <= last for line in lines)}
-
-
-def is_decorator_line(site: Location) -> bool:
-    """Whether the line that is running is a decorator, not a call in a statement."""
-    return _decorated_on(file_tree(site.file), site.line) is not None
-
-
-def _decorated_on(tree: ast.Module, line: int) -> Definition | None:
-    """Return the definition with a decorator on a line, whatever its object is called by now."""
-    for node in _definitions(tree):
-        for decorator in node.decorator_list:
-            if decorator.lineno <= line <= (decorator.end_lineno or decorator.lineno):
-                return node
-    return None
+def is_of_config(decorator: ast.expr) -> bool:
+    """Whether a decorator is that of a config, `@config.add_helper` or `@config.replace_class(...)`."""
+    called = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return isinstance(called, ast.Attribute) and called.attr in _DECORATORS
 
 
 def unwrap(obj: Any) -> Any:
-    """Return the function or class behind `staticmethod`, `classmethod`, `property` and `functools.wraps`."""
+    """Return the function or class behind `staticmethod`, `classmethod`, `property` and `functools.wraps`.
+
+    A wrapper that a config decorates is returned itself.
+    """
     while True:
         if isinstance(obj, (staticmethod, classmethod)):
             obj = obj.__func__
         elif isinstance(obj, property) and obj.fget is not None:
             obj = obj.fget
-        elif inspect.isclass(obj) or not hasattr(obj, "__wrapped__"):
+        elif inspect.isclass(obj) or not hasattr(obj, "__wrapped__") or _is_decorated(obj):
             return obj
         else:
             obj = obj.__wrapped__
 
 
-def read_source(obj: Any, call: str, where: Location, site: Location | None = None) -> Source:
+def _is_decorated(function: Any) -> bool:
+    """Whether the first decorator of a function is that of a config: then it is meant, whatever it wraps."""
+    code = getattr(function, "__code__", None)
+    line = linecache.getline(code.co_filename, code.co_firstlineno) if code is not None else ""
+    return line.strip().startswith("@") and any(f".{name}" in line for name in _DECORATORS)
+
+
+def read_source(obj: Any, call: str, where: Location) -> Source:
     """Return the definition of a class or function, or of a text that contains one.
 
     Args:
         obj: a class, a function (wrapped or not), or the text of a definition.
         call: the call of the config, for messages.
         where: the line of the config, for messages.
-        site: the line on which a decorator was applied to it, which tells apart definitions of one name.
 
     Raises:
         CodegenError: for a lambda, an object without readable source, or a text that isn't a single definition.
@@ -172,9 +151,7 @@ def read_source(obj: Any, call: str, where: Location, site: Location | None = No
         return _from_text(obj, call, where)
     inner = unwrap(obj)
     name = str(getattr(inner, "__name__", "")) or type(inner).__name__
-    if site is not None:
-        file = site.file
-    elif inspect.isclass(inner):
+    if inspect.isclass(inner):
         file = _class_file(inner)
     elif isinstance(inner, types.FunctionType):
         name, file = inner.__code__.co_name, inner.__code__.co_filename
@@ -199,7 +176,7 @@ def read_source(obj: Any, call: str, where: Location, site: Location | None = No
         raise CodegenError(
             f"{where}: {call} needs the source of {name!r}, but {file} does not parse: {error}"
         ) from error
-    node = _decorated_on(tree, site.line) if site is not None else _definition_of(inner, name, tree)
+    node = _definition_of(inner, name, tree)
     if node is None:
         raise CodegenError(
             f"{where}: {call} needs the source of {name!r}, but {file} no longer defines it where Python read it. "
@@ -268,6 +245,5 @@ def _source_of(node: Definition, lines: list[str], file: str) -> Source:
             break
         end = number if line.strip() else end
     text = "".join(lines[start - 1 : end])
-    decorators = tuple((decorator.lineno, decorator.end_lineno or 0) for decorator in node.decorator_list)
     text = text if text.endswith("\n") else text + "\n"
-    return Source(node.name, text, file, start, indent, decorators, isinstance(node, ast.ClassDef))
+    return Source(node.name, text, file, start, indent, isinstance(node, ast.ClassDef))

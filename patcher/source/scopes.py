@@ -11,10 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 _BUILTINS = frozenset(dir(builtins)) | {"__file__", "__name__", "__doc__", "__package__", "__spec__", "__path__"}
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-#: Expressions with a scope of their own.
-_SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 N = TypeVar("N", bound=ast.AST)
 
@@ -172,38 +169,6 @@ def _global_names(text: str) -> set[str]:
                 names.add(symbol.get_name())
         tables += table.get_children()
     return names - _BUILTINS
-
-
-def used_too_early(tree: ast.Module) -> dict[str, tuple[int, int]]:
-    """Return the names that a module uses during its import before it binds them, with the lines that do so."""
-    bound, known, early = bound_names(tree), set(_BUILTINS), dict[str, tuple[int, int]]()
-    lazy = any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body)
-    for node in tree.body if "*" not in bound else ():
-        binds = bound_by(node)
-        own = set() if isinstance(node, Definition) else binds
-        for name, line in _loaded_at_import(node, lazy):
-            if name in bound and name not in known | own:
-                early.setdefault(name, (line, bound[name]))
-        known |= binds
-    return early
-
-
-def _loaded_at_import(node: ast.AST, lazy_annotations: bool) -> Iterator[tuple[str, int]]:
-    """Yield the names that are loaded while a statement runs, without those in the bodies of functions."""
-    if isinstance(node, _SCOPES):
-        return  # a late name in them is rare, and only a symtable distinguishes it from a local one
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-        yield node.id, node.lineno
-    skipped = {"type_params"} | ({"annotation", "returns"} if lazy_annotations else set())
-    skipped |= {"body"} if isinstance(node, _FUNCTIONS) else set()
-    skipped |= {"handlers"} if _has_empty_try(node) else set()
-    local = {name for name, _ in _bindings(node.body)} if isinstance(node, ast.ClassDef) else set()
-    for field, value in ast.iter_fields(node):
-        children = value if isinstance(value, list) else [value]
-        for child in (child for child in children if isinstance(child, ast.AST) and field not in skipped):
-            for name, line in _loaded_at_import(child, lazy_annotations):
-                if field != "body" or name not in local:
-                    yield name, line
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -113,11 +113,6 @@ def like(target: str | type | Callable[..., Any]) -> Like:
     return Like(PREFIX + name)
 
 
-def likes_of(thing: Any, mapping: Mapping[str, Any]) -> list[Like]:
-    """Return the keys of a mapping whose target a class or function is like."""
-    return [key for key in mapping if isinstance(key, Like) and key.matches(thing)]
-
-
 def may_match(keys: Iterable[Like], classes: Iterable[type[nn.Module]]) -> list[type[nn.Module]]:
     """Preselect the classes that a key may match; fast, as each load calls it with all live classes."""
     return candidates([target for key in keys if isinstance(target := key.resolve(), type)], classes)
@@ -125,5 +120,6 @@ def may_match(keys: Iterable[Like], classes: Iterable[type[nn.Module]]) -> list[
 
 def find_like(thing: Any, mapping: Mapping[str, Any], alike: Iterable[Like] | None = None) -> Like | None:
     """Return the key of a mapping that matches, if the keys `alike` that do are known, of these; two have to agree."""
-    keys = likes_of(thing, mapping) if alike is None else [key for key in alike if key in mapping]
-    return agreed(keys, mapping, thing.__qualname__, thing.__name__)
+    if alike is None:
+        alike = [key for key in mapping if isinstance(key, Like) and key.matches(thing)]
+    return agreed([key for key in alike if key in mapping], mapping, thing.__qualname__, thing.__name__)

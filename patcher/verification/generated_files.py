@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import math
 import sys
 import time
@@ -23,6 +22,7 @@ from patcher.codegen.spec import PatchSpec
 from patcher.construction.in_force import unpatched
 from patcher.display.parts import Notes, Part, Table
 from patcher.errors import CodegenError, UnmatchedPatchError
+from patcher.source.reading import unwrap
 from patcher.spec.patcher import Patcher
 from patcher.verification.comparing import error_text
 from patcher.verification.inputs import chosen_passes
@@ -240,18 +240,11 @@ def _places_of(generated: Generated, module: ModuleType) -> dict[str, set[_Place
     for patch in generated.patches:
         if patch.new and patch in generated.config.of_runtime:
             continue  # generated for loads and saves
-        parts = patch.definition.split(".")
-        if parts[-1] in ("setter", "deleter", "getter") and len(parts) > 2:
-            parts.pop()
         value: Any = module
-        for part in parts:
+        for part in patch.definition.split("."):
             value = vars(value).get(part) if isinstance(value, type | ModuleType) else None
         values = list(vars(value).values()) if isinstance(value, type) else [value]
-        values += [
-            part for value in values if isinstance(value, property) for part in (value.fget, value.fset, value.fdel)
-        ]
-        functions = (inspect.unwrap(getattr(value, "__func__", value)) for value in values)
-        codes = [function.__code__ for function in functions if isinstance(function, FunctionType)]
+        codes = [function.__code__ for function in map(unwrap, values) if isinstance(function, FunctionType)]
         result[f"{patch.kind.value} {patch.target}"] = {(code.co_filename, code.co_firstlineno) for code in codes}
     return {label: places for label, places in result.items() if places}
 

@@ -200,9 +200,3 @@ def test_a_config_is_read_from_its_text_and_nothing_is_written_beside_it(by: str
         assert f"return {number}" in generate(found)
     compiled = {file.name.partition(".")[0] for file in project.rglob("*.pyc")}
     assert compiled == {config.stem, beside.stem}  # those that this test has put there
-
-
-def test_a_config_that_did_not_change_is_the_module_that_it_was(project: Path) -> None:
-    """So configs that import each other have the same objects."""
-    path = str(project / "a" / "a_patch_gen_config.py")
-    assert load_configs(path)[0] is load_configs(path)[0]

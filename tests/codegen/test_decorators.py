@@ -14,22 +14,11 @@ import transformers
 
 from patcher import PatcherWarning
 from patcher.codegen import PatchConfig, generate
-from patcher.source.definitions import replaced_by_decorator_of
 from tests.support import tiny
 from tests.support.comparing import logits
 
 MIXTRAL = "transformers.models.mixtral.modeling_mixtral"
 FORWARD = "def forward(self, hidden_states, *args):\n    return hidden_states * 0\n"
-
-
-def test_what_decorators_of_transformers_replace() -> None:
-    home = "transformers.integrations"
-    names = ("use_experts_implementation", "use_kernel_forward_from_hub", "use_kernelized_func")
-    found = {name: replaced_by_decorator_of(home, name) for name in names}
-    assert found.pop("use_experts_implementation") >= {"forward"}
-    assert found == {"use_kernel_forward_from_hub": {"forward"}, "use_kernelized_func": set()}
-    assert not replaced_by_decorator_of("transformers.utils", "auto_docstring")
-    assert "__init__" not in replaced_by_decorator_of(home, "use_experts_implementation")  # it calls the class's own
 
 
 @pytest.mark.parametrize(
@@ -46,18 +35,6 @@ def test_a_patch_that_may_never_run_is_told_of(target: str, warned: bool) -> Non
     assert [each.category for each in said] == [PatcherWarning] * warned
     assert all(f"override_method('{target}') may never run: @use_" in str(each.message) for each in said)
     assert all(each.filename == __file__ for each in said)
-
-
-def test_a_decorator_of_the_module_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.codegen import cases
-
-    case = cases.read("decorators_dropped")
-    (tmp_path / "modeling_decorated.py").write_text(case.source)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    config = PatchConfig("modeling_decorated", "out.py")
-    config.override_method("Experts.forward", "def f(self, x):\n    return x\n")
-    with pytest.warns(PatcherWarning, match=r"@dispatched of Experts puts another forward in the place"):
-        generate(config)
 
 
 def test_without_the_decorator_the_patch_runs_in_the_file_and_at_run_time(
@@ -89,7 +66,7 @@ def test_what_another_config_drops_is_taken_over() -> None:
     assert "@use_experts_implementation" in generate(left)
 
 
-def test_a_decorator_that_the_config_binds_anew_is_read_where_it_is_bound() -> None:
+def test_a_decorator_that_the_config_binds_anew_is_another_one() -> None:
     config = PatchConfig("transformers.models.mixtral.modeling_mixtral", "patched_modeling_mixtral.py")
     config.drop_import_names("use_experts_implementation")
     config.add_helper("def use_experts_implementation(cls=None, **kwargs):\n    return cls or (lambda cls: cls)\n")

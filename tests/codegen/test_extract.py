@@ -105,20 +105,3 @@ def test_what_a_decorator_returns_is_what_it_was_given() -> None:
     assert config.add_helper(g) is g
     text = "def h(): pass"
     assert config.add_helper(text) is text
-
-
-def test_decorators_are_ours_by_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrapper in one file has our decorator on the line on which the wrapped function has another, in another."""
-    (tmp_path / "inner_of_extract.py").write_text("def keep(f):\n    return f\n\n\n@keep\ndef g(x):\n    return 3\n")
-    (tmp_path / "outer_of_extract.py").write_text(
-        "import functools\nfrom inner_of_extract import g\nfrom patcher.codegen import PatchConfig\n"
-        "other = PatchConfig('modeling_extract', 'other.py')\n@other.replace_function('g')\n@functools.wraps(g)\n"
-        "def wrapper(x):\n    return g(x)\n"
-    )
-    import importlib
-
-    importlib.import_module("outer_of_extract")
-    config = PatchConfig("modeling_extract", "out.py")
-    config.replace_function("g", replacement=importlib.import_module("inner_of_extract").g)
-    config.add_helper("def keep(f): return f")
-    assert "@keep\ndef g(x):\n    return 3" in generate(config)

@@ -287,7 +287,7 @@ REFUSED: dict[str, tuple[Patcher, str, str]] = {
     "a class that is made for each shape": (
         Patcher(fusions="split"),
         "GPTNeoXForCausalLM",
-        r"Split\(\) gives gpt_neox.layers.0.attention.query_key_value a class that is made for its shape",
+        r"Split\(\) makes a \w+ of gpt_neox\.layers\.0\.attention\.query_key_value, and a file has the layers of qkv",
     ),
 }
 

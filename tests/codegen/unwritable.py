@@ -9,7 +9,7 @@ from patcher.fusions import Fusion
 
 
 class Halves(Fusion):
-    """Only the first layer: a file has one class for both."""
+    """A family of its own."""
 
     target_modules_patterns = (r"layers\.0\.mlp$",)
 

@@ -220,7 +220,14 @@ class OwnConversions:
                 read.setdefault(identity(transform), set()).update(names)
             added += of_path
         self._check_namesakes(owner, read, selected, added)
-        added += [self._unanchored(transform, owner) for transform in extra]
+        for transform in (transform for transform in extra if isinstance(transform, WeightConverter)):
+            if any("(" in pattern for pattern in source_patterns(transform)):
+                raise self.described.error(
+                    f"the conversion {describe(transform)} has a group in its patterns, which transformers can't "
+                    "write back. Write names without groups, such as mlp.gate_proj.weight, or load with the patcher "
+                    "itself."
+                )
+        added += extra
         is_stock = list(map(identity, kept)) == list(map(identity, stock))
         conflict, is_idempotent = self._conflict_with_root(owner, selected)
         if conflict and not (is_stock and is_idempotent):
@@ -273,25 +280,6 @@ class OwnConversions:
             for key, name in saved.items()
         )
         return next((key for key, name in saved.items() if save_part(key)[0] != name), ""), is_idempotent
-
-    def _unanchored(self, transform: WeightTransform, owner: str) -> WeightTransform:
-        """Return a conversion without the group at the start of its patterns, which only renamings can reverse."""
-        sources, targets = source_patterns(transform), target_patterns(transform)
-        if not isinstance(transform, WeightConverter) or not any("(" in pattern for pattern in sources):
-            return transform
-        group = re.match(r"\([^()]*\)", sources[0])
-        start = group.group() if group is not None else "("
-        ends = [pattern.removeprefix(start).removesuffix("$") for pattern in sources]
-        keys = [key for key in self.modules[owner].state_dict() if any(re.search(end, key) for end in ends)]
-        is_equivalent = all(any(re.search(pattern, key) for pattern in sources) for key in keys)
-        has_group = any("(" in end for end in ends) or not all(target.startswith(r"\1") for target in targets)
-        if not is_equivalent or has_group:
-            raise self.described.refusal(
-                f"the conversion {describe(transform)} has a group in its patterns, which transformers "
-                "can't write back"
-            )
-        ends = [end.replace("\\.", ".") for end in ends]
-        return WeightConverter(ends, [target.removeprefix(r"\1") for target in targets], transform.operations)
 
     def _of_layouts(
         self, path: str, layouts: Sequence[Layout], stock: Sequence[Any], kept: dict[Any, None]

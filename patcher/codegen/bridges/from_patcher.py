@@ -16,23 +16,25 @@ from patcher.codegen.bridges.dependencies import Dependencies
 from patcher.codegen.bridges.fused_layers import FusedLayers, ModuleText
 from patcher.codegen.bridges.to_patcher import MADE
 from patcher.codegen.spec import create_patch_from_external
+from patcher.compat.decorators import replaces_forward
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import named_modules
+from patcher.construction.class_rules import ClassRules
+from patcher.construction.in_force import InForce
 from patcher.errors import nearest
 from patcher.functions.models import full_name
 from patcher.fusions.experts.linear import LinearExperts
 from patcher.fusions.families import fusion_named
 from patcher.fusions.fused_module import FusedModule
 from patcher.fusions.joined import JoinedProjections
-from patcher.fusions.methods import is_importable
+from patcher.fusions.patch_embeddings import LinearPatchEmbedding
 from patcher.layouts.layouts import Layout
 from patcher.layouts.transforms import conversions_of
-from patcher.patterns import find_key, hits
 from patcher.resolution.resolution import NO_CHANGE, Resolution, resolve, skeleton
-from patcher.source.definitions import decorator_name, decorators_of, replaced_methods
+from patcher.source.definitions import decorator_name, decorators_of
 from patcher.source.reading import file_tree
 from patcher.spec.forward_of import FLAGS, ForwardOf
-from patcher.spec.like import find_like, likes_of
+from patcher.spec.validation import required_groups
 
 if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig
@@ -63,13 +65,11 @@ def describe_patcher(
         resolution = resolve(patcher.replace(class_mapping=replaced, alternatives=()), model_class, config)
     stock = {path: unrebound(cls) for path, cls in resolution.original_classes.items()}
     resolution = replace(resolution, original_classes=stock)
-    rebuilt = description.rebuilt_classes(resolution)
-    targets: dict[Any, str] = {cls: name for name, cls in (*replaced.items(), *rebuilt.items())}
+    targets: dict[Any, str] = {cls: name for name, cls in replaced.items()}
     targets |= {function.replacement: function.name.partition(":")[2] for function in resolution.functions.replaced}
     dependencies = Dependencies(described, modeling, targets)
-    for classes, why in ((replaced, ""), (rebuilt, "fused")):
-        for name, cls in sorted(classes.items()):
-            _replace_class(described, name, cls, dependencies, why)
+    for name, cls in sorted(replaced.items()):
+        _replace_class(described, name, cls, dependencies)
     modules = dict(named_modules(description.stock))
     layers = FusedLayers(described, description.text, modules, resolution.refused, dependencies.define)
     changed = {path for path, module in modules.items() if type(module).__name__ in replaced}
@@ -85,7 +85,7 @@ def describe_patcher(
     declared = (*patcher.filtered_weight_conversion_patterns, *patcher.new_weights, *patcher.dropped_weights)
     if layouts or conversions or declared:
         own_layouts = (name for name, cls in replaced.items() if isinstance(cls, type) and conversions_of(cls))
-        converted = sorted({*layers.names, *rebuilt, *own_layouts})
+        converted = sorted({*layers.names, *own_layouts})
         own = OwnConversions(described, description.text, modules, patcher, dependencies, converted)
         own.write(layouts, conversions)
     described.runtime, described.of_runtime = patcher, tuple(described.patches)
@@ -103,13 +103,11 @@ class _Description(NamedTuple):
         """Return class of the module -> replacement, for every class key of the patcher."""
         values = {name: vars(self.text.module).get(name) for name in self.text.classes}
         classes = {name: cls for name, cls in values.items() if isinstance(cls, type) and issubclass(cls, nn.Module)}
-        mapping = self.patcher.class_mapping
-        matches = {name: find_key(name, mapping) or find_like(cls, mapping) for name, cls in classes.items()}
-        keys = {name: key for name, key in matches.items() if key is not None}
-        used = {key for name in keys for key in (*hits(name, mapping), *likes_of(classes[name], mapping))}
-        for group in self.patcher.alternatives:
-            used.update(group if used.intersection(group) else ())
-        for key in (key for key in mapping if key not in used):
+        rules = ClassRules((InForce(self.patcher, "from_patcher()"),))
+        matches = {name: match for name, cls in classes.items() if (match := rules.match(cls)) is not None}
+        used = {key for match in matches.values() for _, _, key in rules.matched(match)}
+        groups = required_groups(self.patcher.class_mapping, self.patcher.alternatives)
+        for key in (group[0] for group in groups if used.isdisjoint(group)):
             matching = nearest(key, classes)
             hint = f"Nearest: {', '.join(matching)}. " if matching else ""
             raise self.described.error(
@@ -117,7 +115,7 @@ class _Description(NamedTuple):
                 f"{hint}A generated file holds the classes of one "
                 "module: for a class of another one call from_patcher() with a model of that module."
             )
-        return {name: mapping[key] for name, key in keys.items()}
+        return {name: match.value for name, match in matches.items()}
 
     def replace_functions(self, resolution: Resolution, dependencies: Dependencies) -> None:
         """Replace the functions of the patcher, which the module itself has to define."""
@@ -159,64 +157,31 @@ class _Description(NamedTuple):
         #: original class, or the fused class itself if it replaces modules of torch -> path -> fused class
         groups: dict[type[nn.Module], dict[str, Any]] = {}
         for path, cls in resolution.fused.items():
-            if path in plan.rebuilt:
-                continue
-            if issubclass(cls, FusedModule):
-                self._check_module_of(path, resolution.original_classes[path])
-            elif not is_importable(cls):
-                raise self.described.error(
-                    f"{fusions[path]!r} gives {path} a class that is made for its shape, and a file imports classes. "
-                    "Load with the patcher itself."
+            if not issubclass(cls, (JoinedProjections, LinearExperts, LinearPatchEmbedding)):
+                raise self.described.refusal(
+                    f"{fusions[path]!r} makes a {cls.__name__} of {path}, and a file has the layers of qkv, gate_up, "
+                    "kv, siblings, sequential_experts and patch_embeddings"
                 )
             original = resolution.original_classes[path] if issubclass(cls, FusedModule) else cls
+            if original is not cls and not self.text.defines(original):
+                raise self.described.error(
+                    f"a fusion takes {path}, a {original.__name__} of {original.__module__}, which is not defined in "
+                    f"{self.text.module.__name__}. Call from_patcher() with a model of that module."
+                )
             groups.setdefault(original, {})[path] = cls
         for original, fused in sorted(groups.items(), key=lambda item: item[0].__name__):
-            path, cls = next(iter(fused.items()))
-            if not issubclass(cls, FusedModule):
-                layers.replace(cls, fused)
-            elif issubclass(cls, JoinedProjections):
+            cls = next(iter(fused.values()))
+            if issubclass(cls, JoinedProjections):
                 layers.join(original, fused)
             elif issubclass(cls, LinearExperts):
                 layers.replace_experts(original, cls, fused)
             else:
-                raise self.described.refusal(
-                    f"{path} gets a {cls.__name__}, which isn't a class of qkv, gate_up, kv, siblings or "
-                    "sequential_experts"
-                )
+                layers.replace_embeddings(fused)
         return {path: tuple(fusions[path].layouts(layers.modules[path])) for path in resolution.fused}
-
-    def _check_module_of(self, path: str, original: type[nn.Module]) -> None:
-        if not self.text.defines(original):
-            raise self.described.error(
-                f"a fusion takes {path}, a {original.__name__} of {original.__module__}, which is "
-                f"not defined in {self.text.module.__name__}. Call from_patcher() with a model of that module."
-            )
-
-    def rebuilt_classes(self, resolution: Resolution) -> dict[str, type[nn.Module]]:
-        """Return class of the module -> the fused class that is constructed instead, for all its instances."""
-        rebuilt: dict[str, type[nn.Module]] = {}
-        for path, cls in resolution.fused.items():
-            if path not in resolution.fusion_plan.rebuilt:
-                continue
-            original = resolution.original_classes[path]
-            self._check_module_of(path, original)
-            if rebuilt.setdefault(original.__name__, cls) is not cls:
-                raise self.described.error(
-                    f"{original.__name__} is fused in more than one way in {type(self.stock).__name__}, "
-                    "and a file has one way for a class. Load with the patcher itself."
-                )
-        for path, module in self.stock.named_modules():
-            if type(module).__name__ in rebuilt and path not in resolution.fused:
-                reason = f" ({resolution.refused[path]})" if resolution.refused.get(path) else ""
-                raise self.described.error(
-                    f"{path} is not fused{reason}, and others of its class, "
-                    f"{type(module).__name__}, are: a file has one forward for a class. Load with the patcher itself."
-                )
-        return rebuilt
 
 
 def _replace_class(
-    described: PatchConfig, name: str, cls: type[nn.Module] | ForwardOf, dependencies: Dependencies, description: str
+    described: PatchConfig, name: str, cls: type[nn.Module] | ForwardOf, dependencies: Dependencies
 ) -> None:
     if isinstance(cls, ForwardOf):
         cls.on(vars(dependencies.original)[name])  # raises if its signature doesn't fit
@@ -229,10 +194,10 @@ def _replace_class(
         )
     home = cls.__module__.split(".")[0]
     if home in ("torch", "transformers") and "<locals>" not in cls.__qualname__:
-        described.patches.append(create_patch_from_external(name, cls.__module__, cls.__qualname__, description))
+        described.patches.append(create_patch_from_external(name, cls.__module__, cls.__qualname__))
         return
     call = f"from_patcher(), for {cls.__qualname__},"
-    described.replace_class(name, cls, description, dependencies.add(cls, call))
+    described.replace_class(name, cls, name_map=dependencies.add(cls, call))
 
 
 def _replace_forward(described: PatchConfig, name: str, layer: type[nn.Module], dependencies: Dependencies) -> None:
@@ -244,9 +209,8 @@ def _replace_forward(described: PatchConfig, name: str, layer: type[nn.Module], 
         )
     forward: Any = layer.forward
     name_map, modeling = dependencies.add(forward, call), dependencies.original
-    tree, package = file_tree(modeling.__file__ or ""), modeling.__package__ or ""
-    decorators = map(decorator_name, decorators_of(tree, name))
-    dropped = [decorator for decorator in decorators if "forward" in replaced_methods(decorator, tree, package)]
+    decorators = map(decorator_name, decorators_of(file_tree(modeling.__file__ or ""), name))
+    dropped = list(filter(replaces_forward, decorators))
     if dropped:  # a kernel would run instead
         described.drop_decorators(name, *dropped)
     described.override_method(f"{name}.forward", forward, f"of {layer.__name__}", name_map, keep_decorators=False)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from patcher.codegen.spec import WIDTH
 from patcher.compat import standing_alone
+from patcher.compat.decorators import replaces_forward
 from patcher.compat.modeling_code import unrebound
 from patcher.errors import CodegenError
 from patcher.fusions.experts.linear import DECLARED, LinearExperts
@@ -28,7 +29,7 @@ from patcher.fusions.joined import Joined
 from patcher.fusions.patch_embeddings import LinearPatchEmbedding
 from patcher.fusions.rewrite import class_text
 from patcher.patterns import inside, parents
-from patcher.source.definitions import decorator_name, replaced_methods
+from patcher.source.definitions import decorator_name
 from patcher.source.scopes import start_line, top_level
 from patcher.source.texts import Edit, Text, applied, dedented, indent_of
 
@@ -190,17 +191,15 @@ class FusedLayers:
             f"{self.described.source_module} builds those that are, and no others"
         )
 
-    def replace(self, cls: Any, fused: Mapping[str, Any]) -> None:
-        """Replace modules of torch by modules of a class with a `from_module`."""
-        name, is_embedding = cls.__name__, cls is LinearPatchEmbedding
+    def replace_embeddings(self, fused: Mapping[str, Any]) -> None:
+        """Replace convolutions of patches by linear layers."""
+        name = LinearPatchEmbedding.__name__
         self.names.add(name)
-        self.define(standing_alone.LinearPatchEmbedding if is_embedding else cls, f"from_patcher(), for {name}")
+        self.define(standing_alone.LinearPatchEmbedding, f"from_patcher(), for {name}")
 
         def edits(call: ast.expr, _: Any) -> list[Edit]:
             assert isinstance(call, ast.Call)  # no variable of modeling code holds a class of torch
-            start, end = self.text.text.span(call)
-            if not is_embedding:
-                return [Edit(start, start, f"{name}.from_module("), Edit(end, end, ")")]
+            end = self.text.text.span(call)[1]
             rank = [Edit(end - 1, end - 1, ", rank=3")] if self.text.value(call.func) is nn.Conv3d else []
             return [self._renamed(call, name), *rank]
 
@@ -283,13 +282,9 @@ class FusedLayers:
 
     def _inherited_decorators(self, original: type) -> str:
         """Return the decorators of a class that its subclass needs as well: those that don't replace the forward."""
-        text, package = self.text.text, self.text.module.__package__ or ""
-        lines = []
-        for decorator in self.text.classes[original.__name__].decorator_list:
-            name = decorator_name(decorator)
-            if "forward" not in replaced_methods(name, text.tree, package) and "kernel_forward" not in name:
-                lines.append(f"@{text.code(decorator)}\n")
-        return "".join(lines)
+        decorators = self.text.classes[original.__name__].decorator_list
+        inherited = (part for part in decorators if not replaces_forward(decorator_name(part)))
+        return "".join(f"@{self.text.text.code(decorator)}\n" for decorator in inherited)
 
     def joined_init(self, original: type, joined: Joined) -> str:
         """Return the `__init__` of joined projections, or raise a CodegenError if the original's can't be edited."""
@@ -314,7 +309,7 @@ class FusedLayers:
         statements = [nodes[0] for nodes in assigned if len(nodes) == 1]
         calls: list[Any] = [statement.value for statement in statements]
         are_linear = all(isinstance(call, ast.Call) and self.text.value(call.func) is nn.Linear for call in calls)
-        if len(statements) < len(projections) or not are_linear or not all(map(text.is_alone, statements)):
+        if len(statements) < len(projections) or not are_linear:
             raise self._unreadable(original)
         keywords = [{keyword.arg: keyword.value for keyword in call.keywords} for call in calls]
         linear = inspect.signature(nn.Linear)

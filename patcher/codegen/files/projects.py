@@ -16,7 +16,7 @@ from types import ModuleType
 from patcher.codegen.spec import PatchSpec
 from patcher.errors import CodegenError
 from patcher.source import importing
-from patcher.source.importing import TextLoader, imported_from_text, is_current
+from patcher.source.importing import TextLoader, imported_from_text
 from patcher.source.modules import read_python
 from patcher.source.reading import Location
 
@@ -75,7 +75,7 @@ def discover(settings: Settings) -> list[Path]:
 
 
 def load_configs(module: str, name: str | None = None) -> list[PatchSpec]:
-    """Return the configs of a module.
+    """Return the configs of a module, which is executed anew.
 
     Args:
         module: a dotted name, or the path of a file.
@@ -129,9 +129,8 @@ def _places(error: BaseException, path: Path) -> tuple[str, str]:
 
 def _import_name(name: str) -> ModuleType:
     with _on_path(Path.cwd()):
-        loaded = sys.modules.get(name)
-        if isinstance(getattr(loaded, "__loader__", None), TextLoader) and not is_current(loaded):
-            sys.modules.pop(name, None)
+        if isinstance(getattr(sys.modules.get(name), "__loader__", None), TextLoader):
+            del sys.modules[name]
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -152,11 +151,8 @@ def _import_file(path: Path) -> ModuleType:
     while (root / "__init__.py").is_file():
         root, name = root.parent, f"{root.name}.{name}"
     with _on_path(root):
-        loaded = sys.modules.get(name)
-        if loaded is not None and Path(getattr(loaded, "__file__", None) or "") == path:
-            if is_current(loaded):
-                return loaded
-            sys.modules.pop(name, None)
+        if Path(getattr(sys.modules.get(name), "__file__", None) or "") == path:
+            del sys.modules[name]
         if root != path.parent:
             return importlib.import_module(name)
         # loaded by its path, as other folders may have a config of this name; imported by its name next to it

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from patcher.codegen.generation.draft import Draft
-from patcher.codegen.spec import PatchKind, PatchSpec
+from patcher.codegen.spec import PatchSpec
+from patcher.compat.decorators import replaces_forward
 from patcher.errors import CodegenError
-from patcher.source.definitions import decorator_name, decorators_of, replaced_methods
+from patcher.source.definitions import decorator_name, decorators_of
 from patcher.source.reading import Location, Source, file_tree, parsed
 from patcher.source.scopes import (
     Definition,
@@ -21,23 +22,21 @@ from patcher.source.scopes import (
     start_line,
     top_level,
     undefined_names,
-    used_too_early,
 )
 from patcher.source.texts import dedented
 
 
-def warn_of_decorators(draft: Draft, text: str) -> None:
-    """Issue a warning for each patched method that a decorator of its class may keep from running."""
+def warn_of_decorators(draft: Draft) -> None:
+    """Issue a warning for each patched `forward` that a decorator of its class may keep from running."""
     config = draft.config
     rebound = {*config.dropped, *config.excluded}  # may be bound anew by the file
-    for patch in (patch for patch in config.patches if patch.target.count(".") == 1):
+    for patch in config.patches:
         owner, _, method = patch.target.partition(".")
-        for name in map(decorator_name, decorators_of(draft.text.tree, owner)):
-            tree = parsed(text) if name.partition(".")[0] in rebound else draft.text.tree
-            replaced = replaced_methods(name, tree, draft.source.package)
-            if (owner, name) not in config.undecorated and method in replaced:
+        for name in map(decorator_name, decorators_of(draft.text.tree, owner)) if method == "forward" else ():
+            is_kept = (owner, name) not in config.undecorated and name.partition(".")[0] not in rebound
+            if is_kept and replaces_forward(name):
                 patch.where.warn(
-                    f"{patch.call} may never run: @{name} of {owner} puts another {method} in the place of the "
+                    f"{patch.call} may never run: @{name} of {owner} puts another forward in the place of the "
                     f"class's own. Leave the decorator out with config.drop_decorators({owner!r}, {name!r})."
                 )
 
@@ -57,7 +56,7 @@ class _User(NamedTuple):
 
 
 def check_names(draft: Draft, text: str) -> None:
-    """Raise a CodegenError if the file uses names that it doesn't define, or doesn't define early enough."""
+    """Raise a CodegenError if the file uses names that it doesn't define."""
     config, original = draft.config, draft.text
     try:
         tree = parsed(text)
@@ -73,15 +72,6 @@ def check_names(draft: Draft, text: str) -> None:
         missing = {name: line for name, line in missing.items() if name not in missing_before}
     if missing:
         raise CodegenError("\n".join(_report_missing(config, tree, original.tree, missing)))
-    if early := used_too_early(tree):
-        early_before = used_too_early(original.tree)
-        for name in (name for name in early if name not in early_before):
-            users = ((user.where, user.label) for user in _users(config) if name in user.used_names())
-            where, label = next(users, (config.where, "the file"))
-            raise CodegenError(
-                f"{where}: {label} uses {name!r} while {config.target_file} is imported, and the file defines it only "
-                f"further down. {_how_to_follow(config, where, name)} the name inside a function."
-            )
 
 
 def _users(config: PatchSpec) -> Iterator[_User]:
@@ -93,20 +83,6 @@ def _users(config: PatchSpec) -> Iterator[_User]:
         yield _User(helper.where, label, helper.source, code, dict(helper.name_map))
     for block in config.blocks:
         yield _User(block.where, "the text given to add_post_import_block", None, block.code, {})
-
-
-def _how_to_follow(config: PatchSpec, where: Location, name: str) -> str:
-    """Return how the addition of a line of the config is moved behind the definition of a name, if it can be."""
-    if any(helper.where == where for helper in config.helpers):
-        return f"Put it behind that definition with add_helper_after({name!r}), or use"
-    for patch in config.patches:
-        if patch.where == where and patch.kind in (PatchKind.REPLACE_CLASS, PatchKind.REPLACE_FUNCTION):
-            target = patch.target
-            return (
-                f"Leave the original out with exclude_from_output({target!r}) and add a {target!r} behind that "
-                f"definition with add_helper_after({name!r}), or use"
-            )
-    return "Use"
 
 
 def _report_missing(

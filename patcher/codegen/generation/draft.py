@@ -13,7 +13,7 @@ from patcher.codegen.generation.header import ROOM, config_path, fingerprints_of
 from patcher.codegen.spec import External, Helper, Patch, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source.modules import SourceModule
-from patcher.source.reading import Location, own_decorators
+from patcher.source.reading import Location, is_of_config
 from patcher.source.renaming import renaming
 from patcher.source.scopes import ImportedName, imported_names, start_line
 from patcher.source.texts import Edit, Place, Text, applied, moved, places
@@ -90,12 +90,12 @@ class Draft:
 
     def insert_lines_after(self, line: int, lines: Iterable[str]) -> None:
         """Insert lines after a line."""
-        self.insert(self.text.end_of(line), "".join(f"{self.source.newline}{new_line}" for new_line in lines))
+        self.insert(self.text.end_of(line), "".join(f"\n{new_line}" for new_line in lines))
 
     def replace(self, node: ast.stmt, lines: Sequence[str]) -> None:
         """Replace a statement by lines."""
         start, end = self.text.start_of(start_line(node)), self.text.end_of(self.text.last_line(node))
-        self.edits.append(Edit(start, end, self.source.newline.join(lines)))
+        self.edits.append(Edit(start, end, "\n".join(lines)))
 
     def rename(self, node: Any, name: str) -> None:
         """Rename a definition where it is defined."""
@@ -108,7 +108,7 @@ class Draft:
             if text.lines[number - 1].lstrip().startswith("# Copied from"):
                 self.edits.append(Edit(text.start_of(number), text.start_of(number + 1), ""))
         position = text.start_of(start_line(place.node))
-        self.insert(position, "".join(f"{indent}{line}{self.source.newline}" for line in lines))
+        self.insert(position, "".join(f"{indent}{line}\n" for line in lines))
 
     def put_behind(self, place: Place, lines: Sequence[str]) -> None:
         """Insert lines right after a statement; at the top level, together with the others that follow it."""
@@ -145,10 +145,10 @@ class Draft:
             name: its name in the file, by default its own.
             edit: returns further edits of it.
         """
-        source, obj = item.source, item.obj if isinstance(item, Helper) else item.replacement
+        source = item.source
         assert source is not None
         text, node = definition_of(source.text, source.indent)
-        edits = [*_without_decorators(text, node, own_decorators(obj, source)), *edit(text, node)]
+        edits = [*_without_decorators(text, node), *edit(text, node)]
         try:
             edits += renaming(text, dict(item.name_map) if names is None else names)
         except CodegenError as error:
@@ -170,9 +170,9 @@ def edited(text: Text, edits: Iterable[Edit], indent: str) -> str:
     return applied(text.text, edits).removeprefix(_GUARD if indent else "")
 
 
-def _without_decorators(text: Text, node: Any, removed: set[int]) -> list[Edit]:
-    """Return the edits that remove decorators, and the blank lines after them if none is left."""
-    decorators = [node.decorator_list[index] for index in removed]
+def _without_decorators(text: Text, node: Any) -> list[Edit]:
+    """Return the edits that remove the decorators of configs, and the blank lines after them if none is left."""
+    decorators = list(filter(is_of_config, node.decorator_list))
     lines = {line for decorator in decorators for line in range(decorator.lineno, decorator.end_lineno + 1)}
     if decorators and len(decorators) == len(node.decorator_list):
         lines |= {line for line in range(min(lines), node.lineno) if not text.lines[line - 1].strip()}

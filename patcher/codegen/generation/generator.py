@@ -7,9 +7,10 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 from patcher.codegen.generation.checks import check_names, warn_of_decorators
-from patcher.codegen.generation.definitions import ClassEdit, is_overload, replace_definition
+from patcher.codegen.generation.definitions import ClassEdit, replace_definition
 from patcher.codegen.generation.draft import Draft
 from patcher.codegen.generation.header import changes_of, render_header, without_banner
 from patcher.codegen.generation.stock_conversions import with_stock_conversions
@@ -23,9 +24,10 @@ from patcher.codegen.generation.surroundings import (
 )
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec
 from patcher.errors import CodegenError
+from patcher.source.definitions import decorator_name, decorators_of
 from patcher.source.modules import SourceModule, load
 from patcher.source.reading import parsed
-from patcher.source.scopes import nearest
+from patcher.source.scopes import inner_blocks, nearest, statements_of
 from patcher.source.texts import Place, Text, applied, definitions
 
 
@@ -89,6 +91,7 @@ def build(config: PatchSpec) -> Generated:
             f"{source.name} can't be patched, because {source.path} does not parse: {error.msg}, on line "
             f"{error.lineno}."
         ) from error
+    _check_lines(source, original)
     draft = Draft(config, source, Text(source.text, original))
     removed_imports = remove(draft)
     imports = added_imports(draft)
@@ -100,11 +103,22 @@ def build(config: PatchSpec) -> Generated:
     if draft.edits:
         text, orphans = without_orphans(config, text, original)
         check_names(draft, text)
-    warn_of_decorators(draft, text)
+    warn_of_decorators(draft)
     text, methods = with_stock_conversions(draft, text)
     changes = changes_of(config, draft.patches, draft.header_fingerprints, orphans, methods)
-    text = source.newline.join([*render_header(config, source, changes), without_banner(text)])
+    text = "\n".join([*render_header(config, source, changes), without_banner(text)])
     return Generated(config, source, text, tuple(draft.patches))
+
+
+def _check_lines(source: SourceModule, tree: ast.Module) -> None:
+    """Raise a CodegenError if two statements are on one line: code is patched by whole lines."""
+    simple = [node for node in statements_of(tree, ast.stmt) if not any(inner_blocks(node))]
+    for before, node in pairwise(simple):
+        if before.end_lineno == node.lineno:
+            raise CodegenError(
+                f"{source.path}:{node.lineno}: two statements are on this line, and code is patched by whole lines. "
+                "Run `ruff format` on the file, or patch a formatted copy of it."
+            )
 
 
 def _patch_definitions(draft: Draft) -> None:
@@ -116,6 +130,10 @@ def _patch_definitions(draft: Draft) -> None:
         name = patch.target.split(".")[0]
         if name not in by_name:
             raise _unknown_target(patch, name, places, draft)
+        if any(decorator_name(part).endswith("overload") for part in decorators_of(tree, patch.definition)):
+            without = f"Leave them out with config.exclude_from_output({name!r}), and use add_helper."
+            fix = without if patch.target == name else f"Use replace_class({name!r})."
+            raise patch.error(f"names several definitions, by @overload. {fix}")
         by_name[name].append(patch)
     for place in places:
         name, patches, imported = place.name, by_name[place.name], draft.imported.get(place.name)
@@ -140,7 +158,7 @@ def _patch_definitions(draft: Draft) -> None:
                 f"{imported.line}. {fix}"
             )
         replacements = [p for p in patches if p.target == name and p.kind is not PatchKind.MODIFY_INIT]
-        if replacements and not is_overload(place.node):
+        if replacements:
             replace_definition(replacements[0], place, draft)
         elif isinstance(place.node, ast.ClassDef):
             ClassEdit(place, draft).apply(patches)

@@ -111,6 +111,20 @@ case_of(
         lambda file: file.A().f() == 1,
     ),
 )
+
+
+@advice("Leave them out with config.exclude_from_output({}), and use add_helper.", "Use replace_class({}).")
+def one_of_several_overloads(at: Place) -> Steps:
+    case = cases.read("error_overloads")
+    yield lambda: made(at, case)
+    replaced = edited(case.config, ("override_method", "replace_class"), ("A.run", "A"), ("def", "class A:\\n  def"))
+    assert made(at, case, replaced).A().run(1) == 2
+    function = 'config.replace_function("turn", "def turn(x): return 2")'
+    said = yield lambda: made(at, case, function)
+    without = f"{calls(said)}\nconfig.add_helper('def turn(x): return 2')"
+    assert made(at, case, without).turn(1) == 2
+
+
 case_of(
     "method_of_a_function",
     "{} is a function in {}, and has no methods. Use replace_function({}).",

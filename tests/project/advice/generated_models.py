@@ -153,6 +153,19 @@ def a_conversion_without_text(at: Place) -> Steps:
     assert arrives(at, joined(Concatenate(0)))
 
 
+@advice("Write names without groups, such as mlp.gate_proj.weight, or load with the patcher itself.")
+def a_conversion_with_a_group(at: Place) -> Steps:
+    def joined(start: str, fused: str) -> Patcher:
+        sources = [f"{start}mlp.{name}_proj.weight" for name in ("gate", "up")]
+        conversion = WeightConverter(sources, f"{fused}mlp.gate_up_proj.weight", operations=[Concatenate(0)])
+        return Patcher({"LlamaMLP": JoinedMLP}, (), conversion)
+
+    grouped = joined(r"(layers\.\d+\.)", r"\1")
+    yield lambda: file_of(grouped)
+    assert same(load(at.llama, grouped), at.llama)
+    assert arrives(at, joined("", ""))
+
+
 OWN_MODEL = """
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP

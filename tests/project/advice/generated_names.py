@@ -76,38 +76,6 @@ def a_helper_of_a_known_name(at: Place) -> Steps:
         assert made(at, case, edited(case.config, ("pi", "other"))).other() == "mine"
 
 
-LATE = "class First:\n    pass\n\n\ndef first():\n    return 1\n\n\nclass Late:\n    mark = 1\n"
-
-
-@advice(
-    "Put it behind that definition with add_helper_after({}), or use",
-    "Leave the original out with exclude_from_output({}) and add a {} behind that definition with ",
-    "the file defines it only further down. {} the name inside a function.",
-)
-def a_name_that_is_defined_further_down(at: Place) -> Steps:
-    behind = 'config.add_helper_after("Late", '
-
-    case = a_case(LATE, 'config.add_helper("class Helper(Late): pass")')
-    yield lambda: made(at, case)
-    assert made(at, case, edited(case.config, ("config.add_helper(", behind))).Helper.mark == 1
-    inside = edited(case.config, ("class Helper(Late): pass", "def helper(): return Late.mark"))
-    assert made(at, case, inside).helper() == 1
-
-    replaced = a_case(LATE, 'config.replace_class("First", "class First(Late): pass")')
-    said = yield lambda: made(at, replaced)
-    left_out = f"config.{said.partition('Leave the original out with ')[2].partition(' and')[0]}\n"
-    assert made(at, replaced, f'{left_out}{behind}"class First(Late): pass")').First.mark == 1
-    function = a_case(LATE, 'config.replace_function("first", "def first(a=Late): return a.mark")')
-    yield lambda: made(at, function)
-    inside = edited(function.config, ("a=Late): return a", "): return Late"))
-    assert made(at, function, inside).first() == 1
-
-    block = a_case(LATE, 'config.add_post_import_block("mark = Late.mark")')
-    yield lambda: made(at, block)
-    inside = edited(block.config, ("mark = Late.mark", "def mark(): return Late.mark"))
-    assert made(at, block, inside).mark() == 1
-
-
 @advice(
     "add config.add_import({}{}, is_from_import=False)",
     "add config.add_import({}, names=[{}])",

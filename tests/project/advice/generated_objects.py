@@ -17,25 +17,10 @@ from tests.support.bringing import BringingMLP
 from tests.support.replacements import OwnMLP
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_llava_config
 
-
-class OtherHalf(Halves):
-    target_modules_patterns = (r"layers\.1\.mlp$",)
-
-
 #: what is advised, and fusions that no file can do
 FUSIONS: dict[str, tuple[str, list[Any]]] = {
-    "a_class_in_two_ways": (
-        "{} is fused in more than one way in {}, and a file has one way for a class. Load with the patcher itself.",
-        [Halves(), OtherHalf()],
-    ),
-    "half_of_a_class": (
-        "are: a file has one forward for a class. Load with the patcher itself.",
-        [Halves()],
-    ),
-    "one_of_a_list": (
-        "{}. Load with the patcher itself.",
-        [QKV(modules="model.layers.0.self_attn")],
-    ),
+    "a_family_of_ones_own": ("{}. Load with the patcher itself.", [Halves()]),
+    "one_of_a_list": ("{}. Load with the patcher itself.", [QKV(modules="model.layers.0.self_attn")]),
 }
 
 
