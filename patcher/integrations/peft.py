@@ -64,13 +64,13 @@ def convert_config(stock: Stock, peft_config: Any, model: Any, *args: Any, **kwa
     Raises:
         InvalidPatcherError: if an adapter of single experts is loaded into a model without them.
     """
-    written = _WRITTEN.search(str(getattr(peft_config, "target_modules", None)))
+    experts = str(getattr(peft_config, "target_modules", None)).rpartition(")|")[2]  # as `_name_experts` writes them
     if not _names_experts(peft_config, model):
         stock(peft_config, model, *args, **kwargs)
-    is_stacked = bool(getattr(peft_config, "target_parameters", None))
-    if written and not is_stacked and not any(matches(written[1], path) for path, _ in named_modules(model)):
+    are_written = experts.startswith(r".*\.(?:") and not getattr(peft_config, "target_parameters", None)
+    if are_written and not any(matches(experts, path) for path, _ in named_modules(model)):
         raise InvalidPatcherError(
-            f"The adapter has layers of single experts ({written[1]}), and {type(model).__name__} has none, so their "
+            f"The adapter has layers of single experts ({experts}), and {type(model).__name__} has none, so their "
             "weights would be left out. Load the model with the patcher that the adapter was trained with, such as "
             "Patcher(fusions='sequential_experts')."
         )
@@ -201,10 +201,6 @@ def _is_unambiguous(targets: Any, layer: str) -> bool:
     other = ".".join((*around, name))
     expressions = targets, targets.rpartition(")|")[2]
     return any(matches(expression, layer) and not matches(expression, other) for expression in expressions)
-
-
-#: What `_name_experts` has added to the targets of a config.
-_WRITTEN = re.compile(r"\)\|(\.\*\\\.\(\?:[\w|]+\)\\\.\\d\+\\\.\(\?:[\w|]+\))$")
 
 
 def _name_experts(config: Any, model: nn.Module) -> None:
