@@ -20,7 +20,7 @@ from patcher.codegen.bridges.fused_layers import FusedLayers, ModuleText
 from patcher.codegen.config import PatchConfig
 from patcher.compat import standing_alone
 from patcher.errors import CodegenError
-from patcher.fusions.patch_embeddings import LinearPatchEmbedding
+from patcher.fusions.linear_patch_embedding import LinearPatchEmbedding
 from patcher.source.reading import Location, read_source, unwrap
 from patcher.source.scopes import start_line
 from patcher.source.texts import indented, moved

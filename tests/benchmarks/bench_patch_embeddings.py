@@ -75,7 +75,7 @@ def linear_form(stock: nn.Conv2d | nn.Conv3d) -> Any:
     """As `patch_embeddings` puts it into a model, with the same weights."""
     from patcher.fusions import PatchEmbeddings
     from patcher.fusions.fused_module import fuse
-    from patcher.fusions.patch_embeddings import LinearPatchEmbedding
+    from patcher.fusions.linear_patch_embedding import LinearPatchEmbedding
 
     return fuse(PatchEmbeddings(), stock, LinearPatchEmbedding)
 

@@ -19,7 +19,7 @@ from patcher import InvalidPatcherError, PatchConflictError, Patcher
 from patcher.compat.models import is_initialized, mark_initialized
 from patcher.fusions import QKV, fused_class_of
 from patcher.fusions.fused_module import fuse
-from patcher.fusions.patch_embeddings import LinearPatchEmbedding
+from patcher.fusions.linear_patch_embedding import LinearPatchEmbedding
 from patcher.layouts.carried import fused_modules
 from tests.support import shared
 from tests.support.comparing import logits

@@ -31,7 +31,11 @@ FAMILIES = ("qkv", "kv", "gate_up", "patch_embeddings", "sequential_experts", "s
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_shipped_families_are_made_of_public_names(name: str) -> None:
-    """Besides errors, and the forwards and layouts of experts, which are that family's own."""
+    """Besides errors, and the layers, forwards and layouts of a family itself."""
+    own = {
+        "sequential_experts": "patcher.fusions.experts.",
+        "patch_embeddings": "patcher.fusions.linear_patch_embedding",
+    }
     source = (Path(patcher.fusions.__file__).parent / f"{name}.py").read_text()
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
     ours = [node for node in imports if (node.module or "").startswith("patcher")]
@@ -41,8 +45,8 @@ def test_the_shipped_families_are_made_of_public_names(name: str) -> None:
         if node.module == "patcher.fusions":
             assert {alias.name for alias in node.names} <= set(patcher.fusions.__all__)
         else:
-            own = name == "sequential_experts" and str(node.module).startswith("patcher.fusions.experts.")
-            assert own or node.module == "patcher.errors"
+            is_own = name in own and str(node.module).startswith(f"patcher.fusions.{own[name]}")
+            assert is_own or node.module == "patcher.errors"
 
 
 class Turned(nn.Module):

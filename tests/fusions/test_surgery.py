@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from patcher import PatchedWeightsError, Patcher
 from patcher.compat.models import is_initialized, mark_initialized
 from patcher.fusions import Flatten, Rows
-from patcher.fusions.patch_embeddings import LinearPatchEmbedding
+from patcher.fusions.linear_patch_embedding import LinearPatchEmbedding
 from patcher.layouts.carried import fused_modules
 from tests.support import fresh, shared
 from tests.support.comparing import logits

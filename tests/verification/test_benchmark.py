@@ -172,7 +172,7 @@ def test_a_load_can_be_measured_alone(llama: Path) -> None:
 
 
 def test_patchers_that_contradict_are_beside_one_another(llama: Path) -> None:
-    found = measured(llama, NOTHING, JOINED, seconds=2.0)
+    found = measured(llama, NOTHING, JOINED, seconds=4.0)
     assert [each.patcher for each in found.measured] == [NOTHING, JOINED]
 
 

@@ -27,7 +27,7 @@ from patcher.fusions.experts.linear import LinearExperts
 from patcher.fusions.families import fusion_named
 from patcher.fusions.fused_module import FusedModule
 from patcher.fusions.joined import JoinedProjections
-from patcher.fusions.patch_embeddings import LinearPatchEmbedding
+from patcher.fusions.linear_patch_embedding import LinearPatchEmbedding
 from patcher.layouts.layouts import Layout
 from patcher.layouts.transforms import conversions_of
 from patcher.resolution.resolution import NO_CHANGE, Resolution, resolve, skeleton

@@ -26,7 +26,7 @@ from patcher.errors import CodegenError
 from patcher.fusions.experts.linear import DECLARED, LinearExperts
 from patcher.fusions.experts.matrices import Matrices
 from patcher.fusions.joined import Joined
-from patcher.fusions.patch_embeddings import LinearPatchEmbedding
+from patcher.fusions.linear_patch_embedding import LinearPatchEmbedding
 from patcher.fusions.rewrite import class_text
 from patcher.patterns import inside, parents
 from patcher.source.definitions import decorator_name
