@@ -32,10 +32,7 @@ FAMILIES = ("qkv", "kv", "gate_up", "patch_embeddings", "sequential_experts", "s
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_shipped_families_are_made_of_public_names(name: str) -> None:
     """Besides errors, and the layers, forwards and layouts of a family itself."""
-    own = {
-        "sequential_experts": "patcher.fusions.experts.",
-        "patch_embeddings": "patcher.fusions.linear_patch_embedding",
-    }
+    own = {"sequential_experts": "experts.", "patch_embeddings": "linear_patch_embedding"}
     source = (Path(patcher.fusions.__file__).parent / f"{name}.py").read_text()
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
     ours = [node for node in imports if (node.module or "").startswith("patcher")]
