@@ -7,10 +7,11 @@ dicts of any model that contains the module are converted to the layout of trans
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -117,7 +118,10 @@ class ModuleLayouts:
         result, converted = dict(tensors), set[str]()
         for layout in self.all:
             parts = _separate(layout, inside(path), result)
-            result = _substitute(layout.fused, parts, result)
+            first = next((name for name in result if name in layout.fused), None)
+            places = {name: parts if name == first else {} for name in layout.fused}
+            # They take the place of the first one: shards depend on the order.
+            result = dict(chain.from_iterable(places.get(key, {key: value}).items() for key, value in result.items()))
             if isinstance(layout, Converted):
                 converted |= parts.keys()
         if self.names:
@@ -184,19 +188,6 @@ def _separate(layout: Layout, prefix: str, tensors: Mapping[str, torch.Tensor]) 
     if isinstance(layout, Converted):
         return parts
     return {name: by_itself(part.contiguous()) for name, part in parts.items()}
-
-
-def _substitute(
-    names: Collection[str], substitutes: dict[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Put substitutes in the place of the first of some tensors, and drop these: shards depend on the order."""
-    result: dict[str, torch.Tensor] = {}
-    for name, value in tensors.items():
-        if name not in names:
-            result[name] = value
-        elif substitutes:
-            result, substitutes = result | substitutes, {}
-    return result
 
 
 def _unpickled(values: dict[str, Any]) -> ModuleLayouts:

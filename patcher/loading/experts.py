@@ -43,11 +43,7 @@ def group_by_layer(keys: Iterable[str]) -> dict[str, dict[str, str]]:
 def expert_checkpoint_names(
     carrier: Carrier, state_dict: Mapping[str, torch.Tensor], by_layer: Mapping[str, dict[str, str]], revert: Revert
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return key of a state dict -> key in the checkpoint: for quantized experts, and for weights of the others.
-
-    Args:
-        by_layer: the keys of the state dict, by `group_by_layer`.
-    """
+    """Return key of a state dict -> key in the checkpoint: for quantized experts, and for weights of the others."""
     quantized: dict[str, str] = {}
     plain: dict[str, str] = {}
     for layout, layers in _expert_weights(carrier):

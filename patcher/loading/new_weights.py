@@ -61,7 +61,8 @@ def save_new_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
     Like adapters: one base model, and such a folder for each task that it was trained for. The folder contains
     `new_weights.safetensors`, by the names of the model's parameters, `patcher.json` for `Patcher.load`, and a model
-    card. If a model is split over processes, each of them has to call this, and one writes.
+    card. If a model is split over processes, each of them has to call this, and one writes. The model may be inside of
+    another module, as `DistributedDataParallel` or a model of PEFT is.
 
     Raises:
         InvalidPatcherError: the model has no weights that a patcher declares as new, or its patcher can't be written
