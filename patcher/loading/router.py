@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import SimpleNamespace
@@ -111,7 +112,7 @@ class Router:
         )
         get_parameter, state_dict = self.stock_state.__getitem__, lambda: self.stock_state
         self.view: Any = ModelView(
-            self.model, get_parameter=get_parameter, state_dict=state_dict, get_submodule=self._stock_layer
+            self.model, get_parameter=get_parameter, state_dict=state_dict, get_submodule=self._layer
         )
         self.routing = Routing(rest=dict(self.checkpoint), missing_keys=set(self.state))
         self.parts: dict[str, _Part] = {}
@@ -122,8 +123,10 @@ class Router:
         #: key -> name, of tensors that the stock model has no place for
         self.unplaced: dict[str, str] = {}
 
-    def _stock_layer(self, path: str) -> SimpleNamespace:
-        """Return the tensors of a stock layer, whose dtype a quantizer looks up: it may be a part of another here."""
+    def _layer(self, path: str) -> Any:
+        """Return a layer for conversions that look up its dtype: of a part, which isn't a module, its tensors."""
+        with suppress(AttributeError):
+            return self.model.get_submodule(path)
         names = [name for name in self.stock_state if name.rpartition(".")[0] == path]
         return SimpleNamespace(**{name.rpartition(".")[2]: self.stock_state[name] for name in names})
 
