@@ -18,13 +18,14 @@ from patcher.fusions import (
     Decision,
     Fusion,
     Layout,
+    Moved,
     NotUnderstoodError,
+    OldNames,
     PackedRows,
     Surroundings,
     more_than_a_weight_and_bias,
     packed_rows,
 )
-from patcher.fusions.old_names import Moved, OldNames
 
 #: Patterns of names of packed layers, and the names of their parts; the first that the forward splits are used.
 _KNOWN = (
