@@ -14,9 +14,10 @@ from transformers import SamConfig, SamModel
 from patcher.fusions import Fusion, Rows
 from patcher.fusions.callers import Caller
 from patcher.fusions.finding import discover
-from patcher.fusions.fused_module import fuse, fused_class_of
+from patcher.fusions.fused_module import fused_class_of
 from patcher.fusions.kv import KV
 from patcher.fusions.qkv import QKV
+from tests.support.fusing import fuse
 from tests.support.tiny import tiny_llama_config
 from tests.support.written_modules import written_module
 

@@ -25,12 +25,13 @@ from transformers import (
 from patcher import Patcher
 from patcher.compat.standing_alone import are_values
 from patcher.fusions.callers import Caller
-from patcher.fusions.fused_module import fuse, fused_class_of
+from patcher.fusions.fused_module import fused_class_of
 from patcher.fusions.methods import NotUnderstoodError
 from patcher.fusions.qkv import QKV
 from patcher.fusions.sharing import Form, forms_of
 from tests.fuzz.compare import compared, module_of
 from tests.fuzz.generator import READS, source_of
+from tests.support.fusing import fuse
 from tests.support.tiny import randomize
 from tests.support.written_modules import written_module
 
