@@ -118,7 +118,7 @@ REFUSED = {
     "torch's _foreach_mul_ may modify": ["torch._foreach_mul_([x], 2)"],
     "torch's imul may modify": ["operator.imul(x, 2)"],
     "torch's instance_norm may modify": ["F.instance_norm(x, x[0, 0], x[0, 1])"],
-    "ReLU has inplace=True": ["self.act_in(x)", "self.chain(x)"],
+    "ReLU has inplace=True": ["self.act_in(x)"],
     "the type of 't.view(-1).add_(1)' isn't known": ["self.write_method(x)"],
     "the called function isn't known": [
         'getattr(x, "add_")(1)',
@@ -284,7 +284,7 @@ CHILDREN = {
     "self.child = Changing()": r"'self\.buffer\.add_\(1\)' \(it may write in place\) \(odd\.py:\d+\)",
     "self.child = Peeking()": r"the property 'peeked' isn't followed \(odd\.py:\d+\)",
     "self.child = eval('lambda t: t')": r"the source of <lambda> can't be read",
-    "self.child = nn.Sequential(nn.Sequential(nn.Sequential(Sub(), nn.Dropout())))": "",
+    "self.child = nn.Sequential(Sub(), nn.Dropout())": r"a loop over 'self', which isn't known \(container\.py:\d+\)",
     "self.child = Homeless()": "",
 }
 SUBMODULES = """
