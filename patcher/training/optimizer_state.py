@@ -22,9 +22,8 @@ from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.conversion import Converted, only_moves
 from patcher.layouts.layouts import Cut, Flatten, Layout, Rows, by_itself
 from patcher.layouts.sharded import distribute_like, full_tensor, reshard_modules
-from patcher.loading.state_dicts import carriers_in, patched_models
-from patcher.patterns import compress, inside
-from patcher.resolution.resolution import skeleton
+from patcher.loading.state_dicts import carriers_in, stock_parameter_names
+from patcher.patterns import compress
 
 #: Optimizers that update a value from its own gradient and state, and from scalars of the whole parameter.
 _NAMES = "Adadelta Adagrad Adam Adamax AdamW ASGD NAdam RAdam RMSprop Rprop SGD".split()
@@ -220,11 +219,7 @@ class _Run:
 
     def stock_names(self) -> list[str]:
         """Return the parameter names of the stock model in order."""
-        return [
-            f"{inside(_unwrapped(path))}{name}"
-            for path, part, record in patched_models(self.model)
-            for name, _ in named_parameters(skeleton(record.model_class, part.config))
-        ]
+        return [*map(_unwrapped, stock_parameter_names(self.model))]
 
 
 def _unwrapped(name: str) -> str:
