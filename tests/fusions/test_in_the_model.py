@@ -105,7 +105,7 @@ CHANGES = {
     "self._keep_in_fp32_modules = ['k_proj']": "k_proj is kept in float32",
     "self._keep_in_fp32_modules_strict = {'qkv_proj'}": "q_proj is kept in float32",
     "self.attn.k_proj = nn.Linear(16, 8)": "q_proj, k_proj, v_proj take inputs of different sizes",
-    "self.attn.k_proj.half()": "q_proj, k_proj, v_proj have different types",
+    "self.attn.k_proj.half()": "q_proj.weight, k_proj.weight, v_proj.weight have different types",
     "self.attn.k_proj.requires_grad_(False)": "k_proj.weight is frozen, and others of q_proj.weight, k_proj.weight, v",
     "self.attn.k_proj.register_buffer('more', torch.zeros(1))": "k_proj has parameters of its own besides weight and",
     "self.attn.k_proj.register_forward_hook(print)": "k_proj has hooks",
