@@ -35,7 +35,10 @@ Layers = tuple[tuple[tuple[str, Callable[..., Any]], ...], ...]
 #: Packages whose functions don't call those of a model.
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "accelerate", "peft", "patcher", "kernels"} - {"__main__"}
 #: Objects whose contents are searched although their class is of a library.
-_CONTAINERS = (dict, list, tuple, set, frozenset, CellType, MethodType, functools.partial, functools.partialmethod)
+_CONTAINERS = (
+    *(dict, list, tuple, set, frozenset, CellType),
+    *(MethodType, property, functools.partial, functools.partialmethod),
+)
 #: Kinds of edges: to an entry of a table that all models share, and to a module class that code instantiates.
 SHARED, BUILDS = "shared", "builds"
 
@@ -383,17 +386,9 @@ def decompose(value: Any) -> tuple[tuple[Any, ...], Callable[..., Any]] | None:
         parts, build = (function,), lambda copied: copied
     elif isinstance(value, staticmethod | classmethod):
         parts, build = (value.__func__,), type(value)
-    elif isinstance(value, property):
-        parts, build = (value.fget, value.fset, value.fdel), functools.partial(type(value), doc=value.__doc__)
-    elif isinstance(value, functools.cached_property):
-        parts, build = (value.func,), type(value)
-    elif isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
-        parts, build = (value.__func__,), lambda copied: MethodType(copied, value.__self__)
-    elif hasattr(value, "cache_parameters"):
-        parts, build = (value.__wrapped__,), functools.lru_cache(**value.cache_parameters())
     else:
         return None
-    is_known = all(part is None or isinstance(part, FunctionType) or decompose(part) is not None for part in parts)
+    is_known = all(isinstance(part, FunctionType) or decompose(part) is not None for part in parts)
     return (parts, build) if is_known else None
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from patcher.fusions.gate_up import GateUp as GateUp
     from patcher.fusions.kv import KV as KV
     from patcher.fusions.methods import NotUnderstoodError as NotUnderstoodError
-    from patcher.fusions.old_names import view_of as view_of, whole_of as whole_of
+    from patcher.fusions.old_names import Moved as Moved, OldNames as OldNames, view_of as view_of
     from patcher.fusions.packed import PackedRows as PackedRows, packed_rows as packed_rows
     from patcher.fusions.patch_embeddings import PatchEmbeddings as PatchEmbeddings
     from patcher.fusions.projections import Projections as Projections
@@ -47,7 +47,9 @@ __all__ = [
     "Fusion",
     "GateUp",
     "Layout",
+    "Moved",
     "NotUnderstoodError",
+    "OldNames",
     "PackedRows",
     "PatchEmbeddings",
     "Projections",
@@ -62,13 +64,14 @@ __all__ = [
     "more_than_a_weight_and_bias",
     "packed_rows",
     "view_of",
-    "whole_of",
 ]
 
 #: Name -> the module to import it from on first use: the families import the code that edits source.
 _LATE = {cls: module for module, _, cls in (entry.partition(":") for entry in FAMILIES.values())} | {
     "FusedModule": "patcher.fusions.fused_module",
+    "Moved": "patcher.fusions.old_names",
     "NotUnderstoodError": "patcher.fusions.methods",
+    "OldNames": "patcher.fusions.old_names",
     "PackedRows": "patcher.fusions.packed",
     "Projections": "patcher.fusions.projections",
     "Surroundings": "patcher.fusions.finding",
@@ -77,7 +80,6 @@ _LATE = {cls: module for module, _, cls in (entry.partition(":") for entry in FA
     "fused_class_of": "patcher.fusions.fused_module",
     "packed_rows": "patcher.fusions.packed",
     "view_of": "patcher.fusions.old_names",
-    "whole_of": "patcher.fusions.old_names",
 }
 
 

@@ -194,8 +194,6 @@ def why_unlike(names: Sequence[str], layers: Sequence[nn.Module | None]) -> str:
     linears: Any = layers
     if len({linear.in_features for linear in linears}) > 1:
         return f"{', '.join(names)} take inputs of different sizes"
-    if len({linear.weight.dtype for linear in linears}) > 1:
-        return f"{', '.join(names)} have different types"
     return ""
 
 

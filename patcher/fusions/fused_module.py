@@ -25,7 +25,7 @@ from patcher.compat.models import (
     named_parameters,
 )
 from patcher.errors import PatchConstructionError
-from patcher.fusions.families import fusion_named, is_builtin, name_or_fusion
+from patcher.fusions.families import is_builtin, name_or_fusion
 from patcher.fusions.lookups import member
 from patcher.fusions.methods import is_importable
 from patcher.fusions.old_names import Moved, OldNames
@@ -108,27 +108,10 @@ class FusedModule(OldNames):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         made_by, module = self._made_by, cast(nn.Module, self)
-        fuse_in_place(module, made_by.fusion.layouts(module), made_by.original, name_or_fusion(made_by.fusion))
+        layouts, name = made_by.fusion.layouts(module), name_or_fusion(made_by.fusion)
+        fuse_in_place([(module, layouts, made_by.original, name)])
 
     __reduce_ex__ = reduce_by_recipe
-
-
-def fuse(
-    fusion: str | Fusion, module: nn.Module, cls: type[nn.Module], layouts: Iterable[Layout] | None = None
-) -> nn.Module:
-    """Convert a module to the fused class, with its values.
-
-    Args:
-        layouts: the layouts of its parameters, if they are known; otherwise those of the family.
-
-    Raises:
-        PatchConstructionError: the class doesn't have the parameters that the layouts of the family give.
-    """
-    layouts = tuple(fusion_named(fusion).layouts(module) if layouts is None else layouts)
-    if not issubclass(cls, FusedModule):
-        return put_in_place(module, cls, layouts, name_or_fusion(fusion))
-    fuse_all([(fusion, module, cls, layouts)])
-    return module
 
 
 def fuse_all(modules: Sequence[tuple[str | Fusion, nn.Module, type[nn.Module], Iterable[Layout]]]) -> None:
@@ -138,12 +121,9 @@ def fuse_all(modules: Sequence[tuple[str | Fusion, nn.Module, type[nn.Module], I
         PatchConstructionError: the layouts leave a part of a layer behind.
     """
     names = {fusion: name_or_fusion(fusion) for fusion in dict.fromkeys(fusion for fusion, *_ in modules)}
-    builtins = {fusion for fusion, name in names.items() if is_builtin(name)}
-    for is_ours in (True, False):
-        selected = [entry for entry in modules if (entry[0] in builtins) is is_ours]
-        # Under `torch.device(...)` each access to a tensor goes through a mode; these families don't need it.
-        with DisableTorchFunction() if is_ours else nullcontext():
-            _fuse_in_place([(module, layouts, type(module), names[fusion]) for fusion, module, _, layouts in selected])
+    # Under `torch.device(...)` each access to a tensor goes through a mode; families of patcher don't need it.
+    with DisableTorchFunction() if all(map(is_builtin, names.values())) else nullcontext():
+        fuse_in_place([(module, layouts, type(module), names[fusion]) for fusion, module, _, layouts in modules])
     for _, module, cls, _ in modules:
         module.__class__ = cls  # last, as the fused class has properties for the old names
 
@@ -176,20 +156,18 @@ def put_in_place(module: nn.Module, cls: Any, layouts: Iterable[Layout], fusion:
     return new
 
 
-def fuse_in_place(module: nn.Module, layouts: Iterable[Layout], original: type[nn.Module], fusion: Any) -> None:
-    """Replace the parameters of a module by the fused ones.
+def fuse_in_place(modules: Iterable[tuple[nn.Module, Iterable[Layout], type[nn.Module], Any]]) -> None:
+    """Replace the parameters of modules by the fused ones, step by step: equal layouts are resolved once.
 
     A two-dimensional `<name>.weight` becomes the weight of an `nn.Linear` called `<name>`. The numbers of rows of
     joined parts are kept as `<name>_sizes`.
 
+    Args:
+        modules: for each module its layouts, its original class, and its fusion, by name or as an object.
+
     Raises:
         PatchConstructionError: the layouts leave a part of a layer behind.
     """
-    _fuse_in_place([(module, layouts, original, fusion)])
-
-
-def _fuse_in_place(modules: Iterable[tuple[nn.Module, Iterable[Layout], type[nn.Module], Any]]) -> None:
-    """Fuse many modules step by step: equal layouts are resolved once."""
     resolved = [
         (module, tuple(layout if layout.stock_shapes else layout.of(module) for layout in layouts), *rest)
         for module, layouts, *rest in modules

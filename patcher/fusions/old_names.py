@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from patcher.compat.models import is_initialized, mark_initialized
 from patcher.errors import PatchConflictError
 from patcher.layouts.carried import CARRIED, ModuleLayouts, is_quantized
-from patcher.layouts.sharded import Copied, Whole
+from patcher.layouts.sharded import Copied
 
 ADVICE = "Take the fusions off with Patcher().apply(model) first."
 #: Methods that change a tensor other than by writing its values. `torch.utils.swap_tensors` calls the last one first.
@@ -116,26 +116,6 @@ def view_of(parameter: torch.Tensor, see: Callable[[torch.Tensor], torch.Tensor]
     return view
 
 
-def whole_of(parts: Sequence[torch.Tensor], join: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> torch.Tensor:
-    """Join parameters into one read-only tensor, which is marked as initialised if all of them are.
-
-    >>> parts = [torch.zeros(2), torch.ones(1)]
-    >>> whole_of(parts, torch.cat).sum()
-    tensor(1.)
-    >>> whole_of(parts, torch.cat).zero_()
-    Traceback (most recent call last):
-        ...
-    patcher.errors.PatchConflictError: These rows were put together of the parts of a packed layer, so they ...
-    """
-    joined = join(parts)
-    if torch.compiler.is_compiling() or type(joined) is not torch.Tensor:
-        return joined
-    whole: torch.Tensor = Whole.of(joined)
-    if all(map(is_initialized, parts)):
-        mark_initialized(whole)
-    return whole
-
-
 def count_references(table: dict[str, Any], name: str) -> int:
     """Return the reference count of a value of a dict."""
     return sys.getrefcount(table[name])
@@ -209,10 +189,15 @@ class Moved:
     """A placeholder for a fused parameter of the module itself, which a model around it may initialise.
 
     It is marked as initialised. All other access is an error.
+
+    Args:
+        dtype: the dtype of the parameter, if that may be read.
     """
 
-    def __init__(self, name: str, fused: Sequence[str]) -> None:
+    def __init__(self, name: str, fused: Sequence[str], dtype: torch.dtype | None = None) -> None:
         mark_initialized(self)
+        if dtype is not None:
+            self.dtype = dtype
         self._text = _describe(name, fused)
 
     def __getattr__(self, name: str) -> Any:

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import ast
 import builtins
-import functools
 import inspect
-import logging
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -69,7 +67,6 @@ _RETURNING_NEW = (
 )
 #: Types without methods that modify anything.
 _CONSTANT_TYPES = (type(None), int, float, str, torch.dtype, torch.device)
-_LOGGERS = (logging.Logger, logging.LoggerAdapter)
 _MODIFYING_SETTINGS = ("inplace", "max_norm")
 #: Methods of caches that return memory of the cache, into which `update` writes, too.
 _STATE_GETTERS = frozenset(name for name in dir(transformers.Cache) if re.fullmatch("get_[a-z]+_state", name))
@@ -291,8 +288,6 @@ class Body:
                 owner = self.resolve(inner)
                 if isinstance(owner, ModuleType | type):
                     return lookups.get(attribute, owner, attr)
-                if isinstance(owner, _LOGGERS):
-                    return getattr(owner, attr, ...)
         return ...
 
     def evaluate(self, test: ast.expr) -> bool:
@@ -388,8 +383,6 @@ class Body:
         return False
 
     def _call_of(self, callee: Any, node: ast.Call) -> Called:
-        if isinstance(callee, functools.partial) and not callee.args and not {"inplace", "out"} & {*callee.keywords}:
-            callee = callee.func
         name = getattr(callee, "__name__", "")
         is_exception = isinstance(callee, type) and issubclass(callee, Exception)
         if isinstance(callee, nn.Module):
@@ -404,8 +397,6 @@ class Body:
         if isinstance(callee, type):
             is_known = is_exception or callee in (torch.Size, torch.device, torch.finfo)
             return is_known, "" if is_known else f"{name} is a class"
-        if isinstance(getattr(callee, "__self__", None), _LOGGERS):
-            return True, ""
         root = (getattr(callee, "__module__", None) or "").partition(".")[0]
         if root == "math" or callee is math.prod:
             return True, ""
@@ -446,9 +437,6 @@ class Body:
             return False, f"{cls.__name__} isn't called by the forward of its class"
         if cls in _LAYERS:
             return _call_of_layer(module)
-        if cls is nn.Sequential:
-            calls = [self._call_of_module(child, node) for child in module._modules.values() if child is not None]
-            return all(is_value for is_value, _ in calls), next((reason for _, reason in calls if reason), "")
         return self._follow(unwrapped(lookups.get(member, cls, "forward")), node, module)
 
     # --- followed functions ------------------------------------------------------------------------------------------

@@ -12,18 +12,19 @@ import torch
 from torch import nn
 from transformers import Conv1D
 
-from patcher.errors import InvalidPatcherError, PatchConflictError
+from patcher.errors import InvalidPatcherError
 from patcher.fusions import (
     Cut,
     Decision,
     Fusion,
     Layout,
+    Moved,
     NotUnderstoodError,
+    OldNames,
     PackedRows,
     Surroundings,
     more_than_a_weight_and_bias,
     packed_rows,
-    whole_of,
 )
 
 #: Patterns of names of packed layers, and the names of their parts; the first that the forward splits are used.
@@ -34,7 +35,7 @@ _KNOWN = (
 )
 
 
-class SplitLinear(nn.Module):
+class SplitLinear(OldNames, nn.Module):
     """A packed linear layer computed by its parts, which are plain `nn.Linear`s.
 
     >>> packed = SplitLinear(8, {"q_proj": 16, "k_proj": 4, "v_proj": 4}, blocks=2)
@@ -49,7 +50,7 @@ class SplitLinear(nn.Module):
     torch.Size([1, 5, 24])
 
     It has the inputs and outputs of the packed layer: (..., in_features) -> (..., out_features), in each block part by
-    part. Its `weight` and `bias` are read-only, joined from those of the parts, which are trained.
+    part. It has no values of its own: `weight` and `bias` say that they are in the parts, which are trained.
 
     Args:
         sizes: part -> its number of outputs, in the order of the outputs.
@@ -100,41 +101,18 @@ class SplitLinear(nn.Module):
         return torch.cat(in_blocks, dim=-1).flatten(-2)
 
     @property
-    def weight(self) -> torch.Tensor:
-        """The weight of the packed layer, read-only."""
-
-        def join_weights(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-            whole = self._join([part.T for part in parts])
-            return whole if self._original is Conv1D else whole.T
-
-        return whole_of(self._parameters_of("weight"), join_weights)
+    def weight(self) -> Any:
+        """A placeholder for the packed weight, which the model around it may initialise."""
+        return self._moved("weight")
 
     @property
-    def bias(self) -> torch.Tensor | None:
-        parts = self._parameters_of("bias")
-        return whole_of(parts, self._join) if parts else None
+    def bias(self) -> Any:
+        return self._moved("bias")
 
-    def _parameters_of(self, name: str) -> list[nn.Parameter]:
-        parts = [part._parameters.get(name) for part in self._modules.values() if part is not None]
-        if any(part is not None and type(part) is not nn.Parameter for part in parts):
-            raise AttributeError(name)  # quantized, or split over processes
-        return [part for part in parts if part is not None]
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("weight", "bias"):  # the property raised an AttributeError
-            raise AttributeError(self._describe(name))
-        return super().__getattr__(name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("weight", "bias"):
-            raise PatchConflictError(
-                f"{self._describe(name)}. Set those, or take the split off with Patcher().apply(model)."
-            )
-        super().__setattr__(name, value)
-
-    def _describe(self, name: str) -> str:
-        parts = ", ".join(f"{part}.{name}" for part in self._modules)
-        return f"the {name} of the packed layer is split: its values are in {parts}"
+    def _moved(self, name: str) -> Moved | None:
+        parts = {f"{path}.{name}": getattr(part, name) for path, part in self._modules.items()}
+        first = next(iter(parts.values()))
+        return None if first is None else Moved(name, [*parts], first.dtype)
 
     def extra_repr(self) -> str:
         return f"blocks={self.blocks}" if self.blocks > 1 else ""

@@ -15,15 +15,14 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from patcher.compat.models import ModelView, named_parameters, state_tensors, ties
+from patcher.compat.models import ModelView, state_tensors, ties
 from patcher.compat.seams import Stock, seam, seams_in
 from patcher.errors import PatchedWeightsError
 from patcher.loading.integration import Integration, register
 from patcher.loading.record import record_of
 from patcher.loading.saving import saved_state_dict
-from patcher.loading.state_dicts import carriers_in, patched_models, stock_view
+from patcher.loading.state_dicts import carriers_in, stock_parameter_names, stock_view
 from patcher.patterns import compress, inside
-from patcher.resolution.resolution import skeleton
 
 #: The file with the names of an optimizer's parameters, beside its state, which is stored by position only.
 PARAMETERS_FILE = "patcher_optimizer.json"
@@ -115,11 +114,7 @@ def _trained_in_stock(model: nn.Module, current: Mapping[str, str]) -> dict[str,
     layouts = [layout for carrier in carriers_in(model) for layout in carrier.all]
     parts = {name for layout in layouts if not current.keys().isdisjoint(layout.fused) for name in layout.stock}
     unchanged = dict.fromkeys((name for name, layout in current.items() if not layout), "")
-    names = [
-        f"{inside(path)}{name}"
-        for path, part, record in patched_models(model)
-        for name, _ in named_parameters(skeleton(record.model_class, part.config))
-    ]
+    names = stock_parameter_names(model)
     return dict.fromkeys((name for name in names if name in unchanged.keys() | parts), "") | unchanged
 
 

@@ -6,7 +6,7 @@ Both are collective: every process of the mesh has to call them, in the same ord
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import distributed, nn
@@ -17,17 +17,10 @@ from patcher.compat.models import DisableTorchFunction, named_modules
 from patcher.errors import InvalidPatcherError, PatchConflictError
 
 
-class ReadOnly:
-    """A tensor that was assembled from others: writing to it wouldn't write to a parameter."""
+class Copied(DTensor):
+    """Rows gathered from several processes, read-only: writing to them wouldn't write to a parameter."""
 
     __slots__ = ()
-    #: how it was assembled, for the message
-    origin: ClassVar[str]
-
-    @classmethod
-    def of(cls, value: Any) -> Any:
-        """Return the tensor as a read-only one."""
-        return value.as_subclass(cls)
 
     @classmethod
     def __torch_function__(
@@ -36,44 +29,15 @@ class ReadOnly:
         name = getattr(func, "__name__", "")
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
             raise PatchConflictError(
-                f"{cls.origin}, so they can't be written. Write to the parameter that holds them, or load the model "
-                "without fusions."
+                "These rows were put together of what several processes have, so they can't be written. Write to the "
+                "parameter that holds them, or load the model without fusions."
             )
-        is_same = name == "detach" or func == torch.Tensor.data.__get__  # type: ignore[attr-defined]
         with DisableTorchFunction():
             result = func(*args, **(kwargs or {}))
-            if isinstance(result, tuple | list):
-                return type(result)(cls.of(item) if cls.is_view(item, args) else item for item in result)
-            return cls.of(result) if is_same or cls.is_view(result, args) else result
-
-    @classmethod
-    def is_view(cls, result: Any, args: tuple[Any, ...]) -> bool:
-        """Whether a result is known to share the memory of the first argument."""
-        return False
-
-
-class Copied(ReadOnly, DTensor):
-    """Rows gathered from several processes."""
-
-    __slots__ = ()
-    origin = "These rows were put together of what several processes have"
-
-    @classmethod
-    def of(cls, value: Any) -> Any:
-        if type(value) is DTensor:
-            value.__class__ = cls
-        return value
-
-
-class Whole(ReadOnly, torch.Tensor):
-    """Rows unpacked from the parts of a packed layer."""
-
-    origin = "These rows were put together of the parts of a packed layer"
-
-    @classmethod
-    def is_view(cls, result: Any, args: tuple[Any, ...]) -> bool:
-        tensors = [value for value in (result, *args[:1]) if isinstance(value, torch.Tensor) and not value.is_meta]
-        return len(tensors) == 2 and len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+        is_same = name == "detach" or func == torch.Tensor.data.__get__  # type: ignore[attr-defined]
+        if is_same and type(result) is DTensor:
+            result.__class__ = cls
+        return result
 
 
 def reshard_modules(model: nn.Module) -> None:

@@ -20,7 +20,7 @@ from patcher.compat.conversions import (
     stock_conversions,
     with_model_prefix,
 )
-from patcher.compat.models import mark_initialized, named_parameters, settle_keys, state_tensors, ties
+from patcher.compat.models import mark_initialized, named_modules, named_parameters, settle_keys, state_tensors, ties
 from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, tell_blocks
 from patcher.errors import PatchedWeightsError
 from patcher.expressions import search
@@ -32,7 +32,7 @@ from patcher.loading.findings import fold_names, outcome_of_weights, sort_names
 from patcher.loading.load import Loaded, Selected
 from patcher.loading.router import Router, arrange_in_blocks
 from patcher.loading.routes import Routing, unfit_error
-from patcher.patterns import inside
+from patcher.patterns import inside, parents
 from patcher.resolution.resolution import skeleton
 
 
@@ -252,16 +252,16 @@ class _Weights:
     def _unfused_layout_error(self) -> PatchedWeightsError | None:
         """Return the error for a runtime layout whose modules, against what the config says, aren't fused here.
 
-        Parameters of these modules are missing, and the checkpoint has others in their place: one level below
-        (`x.q_proj.weight`, `x.qkv_proj.weight`), or inside of the same module (`x.proj.weight`,
-        `x.proj.linear.weight`). Outside of the model there may be weights of other heads.
+        Parameters inside of these are missing, and the checkpoint has others there. Outside of the model there may be
+        weights of other heads.
         """
         entries = [entry for entry in self.selected.in_force if entry.origin in (FUSION_CONFIG, LAYOUT)]
         named = [name for entry in entries for name in entry.patcher.fusions]
         missing = self.missing & {name for name, _ in named_parameters(self.model)} if named else set()
-        holders = [{_ancestor(key, levels) for key in missing} for levels in (1, 2)]
-        places = [{_ancestor(key, levels) for key in self.info.unexpected_keys} for levels in (1, 2, 3)]
-        unfused = ((holders[0] & set().union(*places)) | (holders[1] & set().union(*places[:2]))) - {""}
+        lacking = {path for key in missing for path in parents(key)[-2:]} - {""}
+        paths = {path for path, _ in named_modules(self.model)} if lacking else set()
+        others = self.info.unexpected_keys if lacking else ()
+        unfused = lacking & {next(path for path in reversed(parents(key)) if path in paths) for key in others}
         if not unfused:
             return None
         return PatchedWeightsError(
@@ -325,11 +325,6 @@ class _Weights:
         for key in sort_names(keys):
             by_text.setdefault(f": {self.mismatched[key]}" if key in self.mismatched else "", []).append(key)
         return [f"  {name}{text}" for text, names in by_text.items() for name in fold_names(names)]
-
-
-def _ancestor(key: str, levels: int) -> str:
-    """Return the path some levels above a name; "" if there is none."""
-    return ".".join(key.split(".")[:-levels])
 
 
 # --- what to add to a patcher, as code -------------------------------------------------------------------------------

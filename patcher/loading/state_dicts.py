@@ -346,6 +346,15 @@ def patched_models(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel, Pat
             yield path, part, record
 
 
+def stock_parameter_names(model: nn.Module) -> list[str]:
+    """Return the parameter names that patched models have in stock, in order."""
+    return [
+        f"{inside(path)}{name}"
+        for path, part, record in patched_models(model)
+        for name, _ in named_parameters(skeleton(record.model_class, part.config))
+    ]
+
+
 def _gathered(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state dict of a model with offloaded and sharded tensors."""
     state_dict: dict[str, torch.Tensor] = model.state_dict()

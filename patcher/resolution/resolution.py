@@ -29,7 +29,7 @@ from patcher.functions.models import NO_FUNCTIONS, Functions, find_functions, fu
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusion_named, is_builtin, name_or_fusion
 from patcher.fusions.finding import discover
-from patcher.fusions.fused_module import FusedModule, fuse, fuse_all, takes_modules
+from patcher.fusions.fused_module import FusedModule, fuse_all, put_in_place, takes_modules
 from patcher.layouts.carried import fused_layouts
 from patcher.layouts.layouts import Layout
 from patcher.layouts.transforms import describe, select_conversions
@@ -269,7 +269,7 @@ def fuse_constructed_modules(construction: Construction, model: PreTrainedModel)
     for path in unfused:
         module = model.get_submodule(path)
         if path not in in_place:
-            module = fuse(fusions[path], module, classes[path], plan.layouts.get(path, ()))
+            module = put_in_place(module, classes[path], plan.layouts.get(path, ()), name_or_fusion(fusions[path]))
             parent, _, name = path.rpartition(".")
             model.get_submodule(parent)._modules[name] = module
         mark_original_class(module, resolution.original_classes[path])

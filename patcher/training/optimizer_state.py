@@ -21,9 +21,8 @@ from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.conversion import Converted, only_moves
 from patcher.layouts.layouts import Cut, Flatten, Layout, Rows, by_itself
 from patcher.layouts.sharded import check_not_flat, distribute_like, full_tensor, reshard_modules
-from patcher.loading.state_dicts import carriers_in, patched_models
-from patcher.patterns import compress, inside
-from patcher.resolution.resolution import skeleton
+from patcher.loading.state_dicts import carriers_in, stock_parameter_names
+from patcher.patterns import compress
 
 #: Optimizers that update a value from its own gradient and state, and from scalars of the whole parameter.
 _NAMES = "Adadelta Adagrad Adam Adamax AdamW ASGD NAdam RAdam RMSprop Rprop SGD".split()
@@ -88,7 +87,7 @@ def original_optimizer_state_dict(model: nn.Module, optimizer: optim.Optimizer) 
         for name, parameter in parameters.items()
     }
     _convert(records, run.layouts, "the optimizer", is_fused=True)
-    names = [name for name in dict.fromkeys([*run.stock_names(records), *records]) if name in records]
+    names = [name for name in dict.fromkeys([*run.stock_names(), *records]) if name in records]
     packed = []
     for options, group in zip(groups, run.optimizer.param_groups, strict=True):
         members = [name for name in names if records[name].options is options]
@@ -196,9 +195,9 @@ class _Run:
                 f"of them {foreign[0]}. Make the optimizer of model.parameters(), after whatever changes the model."
             )
         self.groups = [{names[id(param)]: param for param in group["params"]} for group in optimizer.param_groups]
-        self._all_layouts = [layout.named(_unwrapped) for carrier in carriers_in(model) for layout in carrier.all]
+        layouts = [layout.named(_unwrapped) for carrier in carriers_in(model) for layout in carrier.all]
         trained = {name for group in self.groups for name in group}
-        self.layouts = [layout for layout in self._all_layouts if not trained.isdisjoint(layout.fused)]
+        self.layouts = [layout for layout in layouts if not trained.isdisjoint(layout.fused)]
         for layout in self.layouts:
             moves = type(layout) in (Rows, Cut, Flatten, Matrices)
             moves = moves or (isinstance(layout, Converted) and only_moves(layout.transform))
@@ -213,25 +212,9 @@ class _Run:
                 f"{_listed(layout.stock)}. {_SAME}."
             )
 
-    def stock_names(self, trained: Iterable[str]) -> list[str]:
-        """Return the parameter names of the stock model in order; check that they include the trained ones."""
-        known = self.canonical.keys() - {name for layout in self._all_layouts for name in layout.fused}
-        known |= {name for layout in self._all_layouts for name in layout.stock}
-        result: list[str] = []
-        for path, part, record in patched_models(self.model):
-            prefix = inside(_unwrapped(path))
-            stock = [f"{prefix}{name}" for name, _ in named_parameters(skeleton(record.model_class, part.config))]
-            result += stock
-            new = known.intersection(trained) - {*stock, *(f"{prefix}{name}" for name in record.new_weights)}
-            for owner in (f"{prefix}{inside(module.path)}" for module in record.modules):
-                unknown = sorted(name for name in new if name.startswith(owner))
-                missing = sorted(name for name in {*stock} - known if name.startswith(owner))
-                if unknown and missing:
-                    raise InvalidPatcherError(
-                        f"{_listed(unknown)} of the model correspond to {_listed(missing)} of transformers, and the "
-                        f"patcher has no conversion between them. {_SAME}."
-                    )
-        return result
+    def stock_names(self) -> list[str]:
+        """Return the parameter names of the stock model in order."""
+        return [*map(_unwrapped, stock_parameter_names(self.model))]
 
 
 def _unwrapped(name: str) -> str:

@@ -74,8 +74,8 @@ def convolution(features: int, kernel: tuple[int, ...]) -> nn.Conv2d | nn.Conv3d
 def linear_form(stock: nn.Conv2d | nn.Conv3d) -> Any:
     """As `patch_embeddings` puts it into a model, with the same weights."""
     from patcher.fusions import PatchEmbeddings
-    from patcher.fusions.fused_module import fuse
     from patcher.fusions.linear_patch_embedding import LinearPatchEmbedding
+    from tests.support.fusing import fuse
 
     return fuse(PatchEmbeddings(), stock, LinearPatchEmbedding)
 

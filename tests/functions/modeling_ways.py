@@ -118,17 +118,16 @@ class ClassMethod(nn.Module):
         return self.part(x)
 
 
-class Property(nn.Module):
+class NotAProperty(nn.Module):
     @property
     def part(self) -> Any:
-        """Documented."""
         return double(torch.ones(()))
 
     def forward(self, x: Any) -> Any:
         return self.part * x
 
 
-class CachedProperty(nn.Module):
+class NotACachedProperty(nn.Module):
     @functools.cached_property
     def part(self) -> Any:
         return double(torch.ones(()))
@@ -219,7 +218,7 @@ def cached(times: int) -> Any:
     return double(torch.ones(()) * times)
 
 
-class ThroughACache(nn.Module):
+class NotThroughACache(nn.Module):
     def forward(self, x: Any) -> Any:
         return cached(1) * x
 
@@ -234,7 +233,7 @@ def closing_over_a_cache(function: Any) -> Any:
     return wrapper
 
 
-class ACacheInAClosure(nn.Module):
+class NotACacheInAClosure(nn.Module):
     @closing_over_a_cache
     def forward(self, x: Any) -> Any:
         return double(x)
@@ -265,7 +264,7 @@ class ItsCallerAsAnAttribute(nn.Module):
         return self.function(x)
 
 
-class AsABoundMethod(nn.Module):
+class NotABoundMethod(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.function = self.part

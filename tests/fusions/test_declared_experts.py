@@ -20,8 +20,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from patcher.errors import PatchConflictError
-from patcher.fusions.fused_module import fuse, fused_class_of
+from patcher.fusions.fused_module import fused_class_of
 from patcher.fusions.sequential_experts import SequentialExperts
+from tests.support.fusing import fuse
 from tests.support.tiny import tiny_mixtral_config
 
 HIDDEN, INNER, EXPERTS = 8, 6, 4

@@ -14,9 +14,10 @@ from transformers import SamConfig, SamModel
 from patcher.fusions import Fusion, Rows
 from patcher.fusions.callers import Caller
 from patcher.fusions.finding import discover
-from patcher.fusions.fused_module import fuse, fused_class_of
+from patcher.fusions.fused_module import fused_class_of
 from patcher.fusions.kv import KV
 from patcher.fusions.qkv import QKV
+from tests.support.fusing import fuse
 from tests.support.tiny import tiny_llama_config
 from tests.support.written_modules import written_module
 
@@ -99,12 +100,12 @@ def test_a_projection_that_a_parent_uses_as_a_module_stays_one(use: str, tmp_pat
 #: what a model does to its attention -> why it is left alone
 CHANGES = {
     "self.second = self.attn": "the module is at several places of the model",
-    "self.second = self.attn.k_proj": "k_proj is shared with another module",
-    "self.attn.k_proj.weight = self.attn.v_proj.weight": "k_proj.weight is tied",
+    "self.second = self.attn.k_proj": "k_proj: it is at several places of the model",
+    "self.attn.k_proj.weight = self.attn.v_proj.weight": "k_proj: its weights are tied",
     "self._keep_in_fp32_modules = ['k_proj']": "k_proj is kept in float32",
     "self._keep_in_fp32_modules_strict = {'qkv_proj'}": "q_proj is kept in float32",
     "self.attn.k_proj = nn.Linear(16, 8)": "q_proj, k_proj, v_proj take inputs of different sizes",
-    "self.attn.k_proj.half()": "q_proj, k_proj, v_proj have different types",
+    "self.attn.k_proj.half()": "q_proj.weight, k_proj.weight, v_proj.weight have different types",
     "self.attn.k_proj.requires_grad_(False)": "k_proj.weight is frozen, and others of q_proj.weight, k_proj.weight, v",
     "self.attn.k_proj.register_buffer('more', torch.zeros(1))": "k_proj has parameters of its own besides weight and",
     "self.attn.k_proj.register_forward_hook(print)": "k_proj has hooks",

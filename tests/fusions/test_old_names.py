@@ -18,11 +18,11 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from patcher import InvalidPatcherError, PatchConflictError, Patcher
 from patcher.compat.models import is_initialized, mark_initialized
 from patcher.fusions import QKV, fused_class_of
-from patcher.fusions.fused_module import fuse
 from patcher.fusions.linear_patch_embedding import LinearPatchEmbedding
 from patcher.layouts.carried import fused_modules
 from tests.support import shared
 from tests.support.comparing import logits
+from tests.support.fusing import fuse
 from tests.support.processes import one_process
 from tests.support.tiny import tiny_inputs, tiny_llama_config, tiny_mixtral_config
 

@@ -34,11 +34,11 @@ from transformers import (
 
 from patcher import InvalidPatcherError, PatchConflictError, Patcher, UnmatchedPatchError, report
 from patcher.fusions import Fusion
-from patcher.fusions.fused_module import fuse
 from patcher.fusions.linear_patch_embedding import LinearPatchEmbedding
 from patcher.fusions.patch_embeddings import PatchEmbeddings
 from tests.support import shared
 from tests.support.checkpoints import same_checkpoint
+from tests.support.fusing import fuse
 from tests.support.tiny import (
     DECODER_SIZES,
     build_tiny,

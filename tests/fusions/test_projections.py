@@ -36,9 +36,10 @@ from patcher import (
     UnmatchedPatchError,
     report,
 )
-from patcher.fusions.fused_module import fuse, fused_class_of
+from patcher.fusions.fused_module import fused_class_of
 from patcher.fusions.qkv import QKV as Family  # noqa: N811
 from tests.support.checkpoints import same_checkpoint
+from tests.support.fusing import fuse
 from tests.support.tiny import (
     DECODER_SIZES,
     ENCODER_DECODER_SIZES,
@@ -233,7 +234,7 @@ def _absent(self: nn.Module) -> None:
     ("change", "reason"),
     [
         (_hooked, "k_proj has hooks"),
-        (_tied, "k_proj.weight is tied"),
+        (_tied, "k_proj: its weights are tied"),
         (_another_type, "v_proj is a _Other, not an nn.Linear"),
         (_absent, "v_proj is absent"),
     ],

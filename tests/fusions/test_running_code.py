@@ -21,10 +21,11 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from patcher import Patcher, UnmatchedPatchError, report
 from patcher.fusions import GateUp
-from patcher.fusions.fused_module import fuse, fused_class, fused_class_of
+from patcher.fusions.fused_module import fused_class, fused_class_of
 from patcher.fusions.methods import NotUnderstoodError, method_to_rewrite, read_function
 from patcher.fusions.qkv import QKV
 from patcher.fusions.rewrite import compile_subclass
+from tests.support.fusing import fuse
 from tests.support.tiny import build_tiny, tiny_inputs, tiny_llama_config
 from tests.support.written_modules import written_module
 

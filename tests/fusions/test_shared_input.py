@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from patcher.fusions.fused_module import fuse, fused_class_of
+from patcher.fusions.fused_module import fused_class_of
 from patcher.fusions.qkv import QKV
+from tests.support.fusing import fuse
 from tests.support.written_modules import written_module
 
 SOURCE = """

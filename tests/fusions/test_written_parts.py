@@ -22,12 +22,13 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from patcher.fusions.finding import discover
-from patcher.fusions.fused_module import fuse, fused_class_of
+from patcher.fusions.fused_module import fused_class_of
 from patcher.fusions.gate_up import GateUp
 from patcher.fusions.qkv import QKV
 from patcher.resolution.resolution import skeleton
 from tests.fuzz.compare import compared, module_of
 from tests.fuzz.generator import READS, WRITES, source_of
+from tests.support.fusing import fuse
 from tests.support.sampling import sampled
 from tests.support.tiny import DECODER_SIZES, tiny_bert_config
 

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from patcher.fusions.fused_module import fuse, fused_class_of
+from patcher.fusions.fused_module import fused_class_of
 from patcher.fusions.gate_up import GateUp
 from patcher.fusions.kv import KV
 from patcher.fusions.qkv import QKV
+from tests.support.fusing import fuse
 from tests.support.written_modules import written_module
 
 

@@ -61,5 +61,5 @@ def fuse(module: nn.Module, *layouts: Layout, into: Any = None) -> Any:
     """Give a module the parameters of these layouts in the place of its own, or put one of another class there."""
     if into is not None:
         return put_in_place(module, into, layouts, None)
-    fuse_in_place(module, layouts, type(module), None)
+    fuse_in_place([(module, layouts, type(module), None)])
     return module

@@ -56,15 +56,13 @@ def test_a_conversion_that_scales_is_refused() -> None:
     assert original_optimizer_state_dict(model, frozen)["param_groups"][0]["params"] == ["lm_head.weight"]
 
 
-def test_parameters_of_a_checkpoint_that_transformers_has_not_are_refused() -> None:
+def test_parameters_of_a_checkpoint_that_transformers_has_not_are_no_state_of_stock() -> None:
     """Where a filter has dropped the conversion that stacks them."""
-    model = built(LINEAR_EXPERTS, tiny_qwen2_moe_config())
-    with pytest.raises(
-        InvalidPatcherError, match=r"experts.*gate_proj\.weight.* of the model correspond to .*experts\."
-    ):
-        original_optimizer_state_dict(model, adamw(model))
-    attention = optim.AdamW(model.model.layers[0].self_attn.parameters())
-    assert len(original_optimizer_state_dict(model, attention)["param_groups"][0]["params"]) == 7
+    model, stock = (built(patcher, tiny_qwen2_moe_config()) for patcher in (LINEAR_EXPERTS, STOCK))
+    state = original_optimizer_state_dict(model, adamw(model))
+    message = r"only in the optimizer: .*experts\.down_proj.*; only in the state: .*experts\..*gate_proj\.weight"
+    with pytest.raises(PatchedWeightsError, match=message):
+        load_original_optimizer_state_dict(stock, adamw(stock), state)
 
 
 class Halves(nn.Module):
