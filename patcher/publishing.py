@@ -200,10 +200,13 @@ def _auto_map(cls: type[PreTrainedModel], config: PretrainedConfig, stem: str) -
     """Return Auto class -> the class of the modeling file that it loads."""
     auto_classes = {name: getattr(transformers, name) for name in dir(transformers) if name.startswith("AutoModel")}
     classes = {name: class_in(auto_class, config) for name, auto_class in auto_classes.items()}
+    # With `trust_remote_code` a load gives the class this config, where it would give that of a part to a text model.
     return {
         name: f"{stem}.{model_class.__name__}"
         for name, model_class in classes.items()
-        if model_class is not None and model_class.__module__ == cls.__module__
+        if model_class is not None
+        and model_class.__module__ == cls.__module__
+        and isinstance(config, model_class.config_class or PretrainedConfig)
     }
 
 

@@ -25,6 +25,7 @@ from tests.support.checkpoints import same_checkpoint
 from tests.support.comparing import logits
 from tests.support.hub_uploads import taking_uploads
 from tests.support.remote_code import remote_code_model
+from tests.support.small_configs import small_configs
 
 
 class OwnMLP(LlamaMLP):
@@ -174,6 +175,17 @@ def test_packages_that_only_deepspeed_needs_are_not_required(tmp_path: Path) -> 
     assert "deepspeed" not in get_imports(exported.folder / exported.modeling_file)
     model = transformers.AutoModelForMaskedLM.from_pretrained(exported.folder, trust_remote_code=True)
     assert hasattr(model.distilbert.transformer.layer[0].attention, "qkv_proj")
+
+
+def test_auto_classes_that_load_a_part_are_left_to_transformers(tmp_path: Path) -> None:
+    """`AutoModelForTextEncoding` takes the text config of Mllama, which no code of a repo is given."""
+    config = next(small_configs(transformers.MllamaConfig))
+    cls = transformers.MllamaForConditionalGeneration
+    original = tiny.save_tiny(config, tmp_path / "original", model_class=cls)
+    gate_up = Patcher(fusions=["gate_up"])
+    exported = patcher.export(original, gate_up, tmp_path / "fused", model_class=cls, verify=False)
+    model = transformers.AutoModelForTextEncoding.from_pretrained(exported.folder, trust_remote_code=True)
+    assert type(model) is transformers.MllamaTextModel
 
 
 def test_a_save_of_an_untrained_model_is_the_original(original: Path, tmp_path: Path) -> None:

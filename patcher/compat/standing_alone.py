@@ -179,10 +179,15 @@ class OriginalCheckpoints:
     def in_original_layout(self, state_dict):
         """Reverse the conversions of the load, for a checkpoint of the original."""
         conversions = getattr(self, "_weight_conversions", None)
+        known = get_model_conversion_mapping(self, add_legacy=False)
         if conversions is None:  # it wasn't loaded
             self.check_conversions()
-            conversions = get_model_conversion_mapping(self, add_legacy=False)
-            conversions = [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
+            conversions = [conversion for conversion in known if not isinstance(conversion, PrefixChange)]
+        else:  # also those of layers that the checkpoint didn't have
+            converters = [conversion for conversion in known if isinstance(conversion, WeightConverter)]
+            conversions = conversions + [
+                item for item in converters if type(item.operations[0]).__module__ == __name__
+            ]
         conversions = [conversion.reverse_transform() for conversion in reversed(conversions)]
         return converted(self, state_dict, conversions, renamed_first=False)
 

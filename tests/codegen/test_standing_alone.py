@@ -275,6 +275,16 @@ def test_a_model_for_which_the_file_has_no_conversions_is_refused(imported: Any,
         module.CLIPModel(clip()).save_pretrained(tmp_path / "new")
 
 
+def test_layers_that_the_checkpoint_lacks_are_saved_in_the_original_layout(imported: Any, tmp_path: Path) -> None:
+    """transformers remembers the conversions that a load used."""
+    folder = tiny.save_tiny(clip(), tmp_path / "images", model_class=transformers.CLIPModel)
+    weights = load_file(folder / "model.safetensors")
+    save_file({key: weights[key] for key in weights if "text_model" not in key}, folder / "model.safetensors")
+    module: Any = imported(PatchConfig.from_patcher(Patcher(fusions=["qkv"]), transformers.CLIPModel))
+    module.CLIPModel.from_pretrained(folder).save_pretrained(tmp_path / "saved")
+    assert tensors(tmp_path / "saved").keys() == weights.keys()
+
+
 @pytest.mark.libraries
 @pytest.mark.parametrize("quantizer", [bnb_int8, torchao_int8, quanto_int8])
 def test_fused_layers_are_quantized(quantizer: Quantizer, imported: Any, tmp_path: Path) -> None:
