@@ -59,12 +59,8 @@ def inject(stock: Stock, self: Any, model: Any, adapter_name: str, *args: Any, *
 
 @seam("peft.utils.transformers_weight_conversion:convert_peft_config_for_transformers", "peft_config", "model")
 def convert_config(stock: Stock, peft_config: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Convert target names from layers of experts to stacks, unless the model has the layers that are named.
-
-    Raises:
-        InvalidPatcherError: if an adapter of single experts is loaded into a model without them.
-    """
-    experts = str(getattr(peft_config, "target_modules", None)).rpartition(")|")[2]  # as `_name_experts` writes them
+    """Convert names of layers of experts to stacks, unless the model has these layers; refuse `_name_experts`' own."""
+    experts = str(getattr(peft_config, "target_modules", None)).rpartition(")|")[2]
     if not _names_experts(peft_config, model):
         stock(peft_config, model, *args, **kwargs)
     are_written = experts.startswith(r".*\.(?:") and not getattr(peft_config, "target_parameters", None)
