@@ -239,18 +239,6 @@ def split_gpt2(at: Place, fusion: Any = "split") -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, patcher=Patcher(fusions=[fusion]))
 
 
-@advice("{}. Set those, or take the split off with Patcher().apply(model).")
-def a_weight_for_a_layer_that_is_split(at: Place) -> Steps:
-    model = split_gpt2(at)
-    packed = model.transformer.h[0].attn.c_attn
-    said = yield lambda: setattr(packed, "bias", nn.Parameter(torch.ones(192)))
-    for name in re.findall(r"\w+\.bias", said):
-        packed.get_parameter(name).data.fill_(1)
-    stock = Patcher().apply(model)
-    assert (stock.transformer.h[0].attn.c_attn.bias == 1).all()
-    stock.transformer.h[0].attn.c_attn.bias = nn.Parameter(torch.zeros(192))
-
-
 @advice("Split: parts={} maps no packed layer to its parts; write Split({'qkv': ['q_proj', 'k_proj', 'v_proj']}).")
 def parts_of_no_layer(at: Place) -> Steps:
     said = yield lambda: Split(["q_proj", "k_proj", "v_proj"])  # type: ignore[arg-type]
