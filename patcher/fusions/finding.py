@@ -57,13 +57,17 @@ class Surroundings:
             return f"{subject} is at several places of the model"
         return "its weights are tied" if self.tied(path, module) else ""
 
-    def not_alone(self, path: str, group: Sequence[str], joined: str) -> str:
-        """Describe what a module or its projections share with the rest of the model, "" if nothing.
+    def not_alone(self, groups: Mapping[str, Sequence[str]], joined: Mapping[str, str]) -> dict[str, str]:
+        """Describe what modules or their projections share with the rest of the model, of those that do.
 
         Args:
-            group: the children to join.
-            joined: the name of the joined child.
+            groups: path -> the children to join.
+            joined: path -> the name of the joined child.
         """
+        reasons = {path: self._not_alone(path, group, joined[path]) for path, group in groups.items()}
+        return {path: reason for path, reason in reasons.items() if reason}
+
+    def _not_alone(self, path: str, group: Sequence[str], joined: str) -> str:
         prefix, module = inside(path), self.modules[path]
         if self.is_shared(module):
             return "the module is at several places of the model"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import inspect
 import math
 import re
@@ -383,6 +384,8 @@ class Body:
         return False
 
     def _call_of(self, callee: Any, node: ast.Call) -> Called:
+        if isinstance(callee, functools.partial) and not callee.args and not {"inplace", "out"} & {*callee.keywords}:
+            callee = callee.func
         name = getattr(callee, "__name__", "")
         is_exception = isinstance(callee, type) and issubclass(callee, Exception)
         if isinstance(callee, nn.Module):
