@@ -57,24 +57,32 @@ class Surroundings:
             return f"{subject} is at several places of the model"
         return "its weights are tied" if self.tied(path, module) else ""
 
-    def not_alone(self, path: str, group: Sequence[str], joined: str) -> str:
-        """Describe what a module or its projections share with the rest of the model, "" if nothing.
+    def not_alone(self, groups: Mapping[str, Sequence[str]], joined: Mapping[str, str]) -> dict[str, str]:
+        """Describe what modules or their projections share with the rest of the model, of those that do.
 
         Args:
-            group: the children to join.
-            joined: the name of the joined child.
+            groups: path -> the children to join.
+            joined: path -> the name of the joined child.
         """
+        reasons = {path: self._not_alone(path, group, joined[path]) for path, group in groups.items()}
+        return {path: reason for path, reason in reasons.items() if reason}
+
+    def _not_alone(self, path: str, group: Sequence[str], joined: str) -> str:
         prefix, module = inside(path), self.modules[path]
         if self.is_shared(module):
             return "the module is at several places of the model"
-        is_kept = kept_in_fp32(self.model, f"{prefix}{joined}.weight")
         for name in group:
-            if (child := module._modules[name]) is None:
+            child = module._modules[name]
+            if child is None:
                 continue
-            if reason := self.sharing(f"{prefix}{name}", child, "it"):
-                return f"{name}: {reason}"
-            if any(kept_in_fp32(self.model, key) != is_kept for key, _ in named_parameters(child, f"{prefix}{name}")):
-                return f"{name} is kept in float32"
+            if self.is_shared(child):
+                return f"{name} is shared with another module"
+            tied = self.tied(f"{prefix}{name}", child)
+            for key, _ in child.named_parameters(prefix=f"{prefix}{name}"):
+                if key in tied:
+                    return f"{key.removeprefix(prefix)} is tied"
+                if kept_in_fp32(self.model, key) != kept_in_fp32(self.model, f"{prefix}{joined}.weight"):
+                    return f"{name} is kept in float32"
         return ""
 
 

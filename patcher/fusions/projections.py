@@ -134,11 +134,10 @@ class Projections(Fusion):
     def decide_all(self, modules: Mapping[str, nn.Module], surroundings: Surroundings) -> dict[str, Decision]:
         """Decide about modules by path; identical modules are analyzed once."""
         groups = self._groups_in(modules)
-        decisions = {}
-        for path, group in groups.items():
-            if reason := surroundings.not_alone(path, group, self._free_name(modules[path]._modules)):
-                decisions[path] = Decision(refusal=reason)
-        remaining = {path: group for path, group in groups.items() if path not in decisions}
+        names = {path: self._free_name(modules[path]._modules) for path in groups}
+        reasons = surroundings.not_alone(groups, names)
+        decisions = {path: Decision(refusal=reason) for path, reason in reasons.items()}
+        remaining = {path: group for path, group in groups.items() if path not in reasons}
         plans = self._plans(
             {path: (modules[path], group, Caller(surroundings.modules, path)) for path, group in remaining.items()}
         )
