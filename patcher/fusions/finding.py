@@ -71,14 +71,18 @@ class Surroundings:
         prefix, module = inside(path), self.modules[path]
         if self.is_shared(module):
             return "the module is at several places of the model"
-        is_kept = kept_in_fp32(self.model, f"{prefix}{joined}.weight")
         for name in group:
-            if (child := module._modules[name]) is None:
+            child = module._modules[name]
+            if child is None:
                 continue
-            if reason := self.sharing(f"{prefix}{name}", child, "it"):
-                return f"{name}: {reason}"
-            if any(kept_in_fp32(self.model, key) != is_kept for key, _ in named_parameters(child, f"{prefix}{name}")):
-                return f"{name} is kept in float32"
+            if self.is_shared(child):
+                return f"{name} is shared with another module"
+            tied = self.tied(f"{prefix}{name}", child)
+            for key, _ in child.named_parameters(prefix=f"{prefix}{name}"):
+                if key in tied:
+                    return f"{key.removeprefix(prefix)} is tied"
+                if kept_in_fp32(self.model, key) != kept_in_fp32(self.model, f"{prefix}{joined}.weight"):
+                    return f"{name} is kept in float32"
         return ""
 
 

@@ -100,8 +100,8 @@ def test_a_projection_that_a_parent_uses_as_a_module_stays_one(use: str, tmp_pat
 #: what a model does to its attention -> why it is left alone
 CHANGES = {
     "self.second = self.attn": "the module is at several places of the model",
-    "self.second = self.attn.k_proj": "k_proj: it is at several places of the model",
-    "self.attn.k_proj.weight = self.attn.v_proj.weight": "k_proj: its weights are tied",
+    "self.second = self.attn.k_proj": "k_proj is shared with another module",
+    "self.attn.k_proj.weight = self.attn.v_proj.weight": "k_proj.weight is tied",
     "self._keep_in_fp32_modules = ['k_proj']": "k_proj is kept in float32",
     "self._keep_in_fp32_modules_strict = {'qkv_proj'}": "q_proj is kept in float32",
     "self.attn.k_proj = nn.Linear(16, 8)": "q_proj, k_proj, v_proj take inputs of different sizes",

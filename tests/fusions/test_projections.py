@@ -234,7 +234,7 @@ def _absent(self: nn.Module) -> None:
     ("change", "reason"),
     [
         (_hooked, "k_proj has hooks"),
-        (_tied, "k_proj: its weights are tied"),
+        (_tied, "k_proj.weight is tied"),
         (_another_type, "v_proj is a _Other, not an nn.Linear"),
         (_absent, "v_proj is absent"),
     ],
