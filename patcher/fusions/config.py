@@ -6,8 +6,8 @@
 
 transformers doesn't know a fusion called "patcher", so without this package it refuses such a config. The file name of
 the weights keeps them from being loaded with another config: see `patcher.loading.layout_on_disk`. Only names are read
-from the config; a family that another package registers is imported if that package is installed, and is an error if
-not.
+from the config; a family that another package registers is prefixed with it, `"acme-fusions/stacked"`, and imported if
+that package is installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Fusion
-from patcher.fusions.families import fusion_named
+from patcher.fusions.families import from_config_name, to_config_name
 
 KEY = "patcher"
 
@@ -48,9 +48,7 @@ def split_fusion_config(config: Any) -> tuple[list[str], Any]:
             f"fusion_config: {KEY!r} holds a list of names of fusions, found {reprlib.repr(names)} "
             f'({type(names).__name__}); write {{"{KEY}": ["qkv"]}}.'
         )
-    for name in names:
-        fusion_named(name)  # raises for a name that isn't known
-    return [*names], {key: value for key, value in config.items() if key != KEY}
+    return [from_config_name(name) for name in names], {key: value for key, value in config.items() if key != KEY}
 
 
 def names_in_file(path: Any, options: Mapping[str, Any]) -> list[str]:
@@ -82,5 +80,5 @@ def names_fusions(config: Any) -> bool:
 def with_fusion_names(config: Any, fusions: Iterable[str | Fusion]) -> dict[str, Any]:
     """Return a `fusion_config` with these names of fusions, and its entries for transformers."""
     others = dict(split_fusion_config(config)[1] or {})
-    names = [fusion for fusion in fusions if isinstance(fusion, str)]
+    names = [to_config_name(fusion) for fusion in fusions if isinstance(fusion, str)]
     return {**others, KEY: names} if names else others

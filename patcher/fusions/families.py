@@ -7,7 +7,7 @@ A package registers a family under the entry point group `patcher.fusions`, by t
 stacked = "acme_fusions:Stacked"
 ```
 
-It is imported when the name is used. The names of patcher's own families are always those.
+It is imported when the name is used. In a `config.json` the name is prefixed by the package: `acme-fusions/stacked`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
+
+from packaging.utils import canonicalize_name
 
 from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError, nearest
 from patcher.fusions.base import Fusion
@@ -34,6 +36,7 @@ FAMILIES: dict[str, str] = {
 }
 #: The entry point group of other packages' families.
 GROUP = "patcher.fusions"
+_PACKAGE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
 def fusion_named(name: Any) -> Fusion:
@@ -51,7 +54,7 @@ def name_or_fusion(fusion: Any) -> str | Fusion:
     Raises:
         InvalidPatcherError: there is no such family.
     """
-    if isinstance(fusion, str) and fusion in FAMILIES:
+    if isinstance(fusion, str) and fusion in FAMILIES and fusion not in _registered():
         return fusion
     instance = fusion_named(fusion)
     if instance.name not in FAMILIES and instance.name not in _registered():
@@ -67,6 +70,37 @@ def is_builtin(fusion: Any) -> bool:
     if isinstance(fusion, str):
         return fusion in FAMILIES
     return f"{type(fusion).__module__}:{type(fusion).__qualname__}" in FAMILIES.values()
+
+
+def to_config_name(name: str) -> str:
+    """Return the name of a family in a `config.json`: prefixed by the package if another one registers it."""
+    entry = _entry(name) if name not in FAMILIES else None
+    return f"{_package_of(entry)}/{name}" if entry is not None else name
+
+
+def from_config_name(text: str) -> str:
+    """Return the name of the family that a `config.json` names.
+
+    Raises:
+        InvalidPatcherError: its package isn't installed, or there is no such family.
+        PatchConflictError: several packages register the name.
+    """
+    package, _, name = text.rpartition("/")
+    if not _PACKAGE.fullmatch(package) or not _PACKAGE.fullmatch(name) or name in FAMILIES:
+        _family(text)  # raises, unless it is a name without a package
+        return text
+    if (entry := _entry(name)) is None:
+        raise InvalidPatcherError(
+            f"fusions: {name!r} is a family of fusions of the package {package!r}, which is not installed here: it "
+            f"registers nothing of that name under the entry point group {GROUP!r}. Install it: pip install {package}"
+        )
+    if canonicalize_name(registering := _package_of(entry)) != canonicalize_name(package):
+        raise InvalidPatcherError(
+            f"fusions: {name!r} is a family of the package {package!r} there, and here it is one of {registering!r}. "
+            f"Uninstall {registering}, and install {package}."
+        )
+    _load(entry)
+    return name
 
 
 def fusions_configured(name: Any, value: Any) -> list[str | Fusion]:
@@ -126,11 +160,10 @@ def _registered_on(path: tuple[str, ...]) -> Mapping[str, tuple[EntryPoint, ...]
 
 def _entry(name: str) -> EntryPoint | None:
     """The entry point of a family, if there is one; it isn't imported."""
-    if name in FAMILIES:
-        return EntryPoint(name, FAMILIES[name], GROUP)
-    if name not in _registered():
+    ours = (EntryPoint(name, FAMILIES[name], GROUP),) if name in FAMILIES else ()
+    if not ours and name not in _registered():
         _registered_on.cache_clear()  # a package may just have been installed
-    entries = _registered().get(name, ())
+    entries = (*ours, *_registered().get(name, ()))
     if len(entries) > 1:
         raise PatchConflictError(
             f"fusions: {name!r} is registered by several packages, {' and '.join(map(_describe, entries))}. "

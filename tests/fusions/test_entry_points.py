@@ -145,7 +145,7 @@ def test_it_is_used_by_its_name_and_its_layout_is_read_where_it_is_installed(tmp
     folder = save_tiny(tiny_llama_config(), root / "checkpoint")
     said = run_with(root / "site", USER, str(root)).splitlines()[-1]
 
-    assert json.loads(said) == {"patcher": ["qkv", "turned_down"]}
+    assert json.loads(said) == {"patcher": ["qkv", "acme-fusions/turned_down"]}
     LlamaForCausalLM.from_pretrained(folder).save_pretrained(root / "stock")
     stock = (root / "stock/model.safetensors").read_bytes()
     assert (root / "original/model.safetensors").read_bytes() == stock
@@ -158,8 +158,11 @@ def test_it_is_used_by_its_name_and_its_layout_is_read_where_it_is_installed(tmp
     messages = run_with(None, WITHOUT, str(root / "layout")).splitlines()
     assert len(messages) == 2
     for message in messages:
-        assert message.startswith("InvalidPatcherError fusions: 'turned_down' isn't a fusion; known names: ")
-        assert message.endswith("one of a package has its name once that is installed.")
+        assert message.startswith(
+            "InvalidPatcherError fusions: 'turned_down' is a family of fusions of the package 'acme-fusions', "
+            "which is not installed here"
+        )
+        assert message.endswith("Install it: pip install acme-fusions")
 
 
 def test_the_names_that_are_known_are_told(here: Path) -> None:
@@ -216,19 +219,33 @@ def test_a_name_that_two_packages_register_is_refused(here: Path) -> None:
     assert Patcher(fusions=[family]).fusions == (family,)
 
 
-def test_a_name_of_ours_stays_ours(here: Path) -> None:
+def test_a_name_of_ours_that_a_package_registers_is_refused(here: Path) -> None:
     register_again(here, "qkv")
 
-    assert Patcher(fusions=["qkv", GateUp()]) == Patcher(fusions=[QKV(), "gate_up"])
-    assert len(Patcher(fusions="qkv").resolve(LlamaForCausalLM, tiny_llama_config()).fused) == 2
-    assert "second" not in sys.modules
+    message = r"'qkv' is registered by several packages, patcher \(.*:QKV\) and second \(second:Family\)\. Uninstall"
+    with pytest.raises(PatchConflictError, match=message):
+        Patcher(fusions=["qkv", "gate_up"])
+    assert Patcher(fusions=[QKV(), GateUp()]).fusions == (QKV(), "gate_up")
+    resolution = Patcher(fusions=[QKV()]).resolve(LlamaForCausalLM, tiny_llama_config())
+    assert [type(fusion) for fusion in Patcher(fusions=[QKV()]).fusions] == [QKV]
+    assert len(resolution.fused) == 2
 
 
-@pytest.mark.parametrize("said", ["missing", "acme-fusions/turned_down", "../turned_down"])
-def test_a_config_that_names_what_nobody_registers_is_refused(said: str, here: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("second/turned_down", r"is a family of the package 'second' there, and here it is one of 'acme-fusions'"),
+        ("second/missing", r"'missing' is a family of fusions of the package 'second', which is not installed here"),
+        ("acme-fusions/qkv", r"'acme-fusions/qkv' isn't a fusion"),
+        ("../turned_down", r"'../turned_down' isn't a fusion"),
+        ("a b/turned_down", r"'a b/turned_down' isn't a fusion"),
+    ],
+)
+def test_a_config_that_names_another_package_is_refused(said: str, message: str, here: Path, tmp_path: Path) -> None:
     folder = save_tiny(tiny_llama_config(), tmp_path / "checkpoint")
     config = json.loads((folder / "config.json").read_text()) | {"fusion_config": {"patcher": [said]}}
     (folder / "config.json").write_text(json.dumps(config))
 
-    with pytest.raises(InvalidPatcherError, match=f"'{said}' isn't a fusion; .*nown names: 'gate_up'"):
+    with pytest.raises(InvalidPatcherError, match=message):
         LlamaForCausalLM.from_pretrained(folder)
+    assert "second" not in sys.modules

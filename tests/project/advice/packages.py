@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import shutil
 import sys
 from collections.abc import Iterator
@@ -64,3 +65,28 @@ def a_name_of_two_packages(at: Place) -> Steps:
             assert same(load(at.llama, Patcher(fusions="stacked")), at.llama)
         finally:
             sys.path.pop(0)
+
+
+@advice("under the entry point group {}. Install it: pip install {}")
+def a_layout_of_a_package_that_is_not_installed(at: Place) -> Steps:
+    with on_path(at.tmp / "site"):
+        package("one", "stacked", at.tmp / "site")
+        folder = at.tmp / "layout"
+        load(at.llama, Patcher(fusions="stacked")).save_pretrained(folder, save_original_format=False)
+    assert json.loads((folder / "config.json").read_text())["fusion_config"] == {"patcher": ["one/stacked"]}
+    yield lambda: load(folder)
+    with on_path(at.tmp / "site"):
+        assert same(load(folder), at.llama)
+
+
+@advice("{} there, and here it is one of {}. Uninstall {}, and install {}.")
+def a_layout_of_another_package(at: Place) -> Steps:
+    with on_path(at.tmp / "site"):
+        package("one", "stacked", at.tmp / "site")
+        folder = at.tmp / "layout"
+        load(at.llama, Patcher(fusions="stacked")).save_pretrained(folder, save_original_format=False)
+    with on_path(at.tmp / "other site"):
+        package("two", "stacked", at.tmp / "other site")
+        yield lambda: load(folder)
+    with on_path(at.tmp / "site"):
+        assert same(load(folder), at.llama)
