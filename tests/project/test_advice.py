@@ -106,7 +106,7 @@ NO_ADVICE = {
 NOT_HERE = {
     ". Load it whole, or load the original model.": "done in tests/codegen/test_standing_alone",
     "Load the model again with the patcher that it is to have.": "done in tests/loading/test_apply_keeps",
-    "{} has no conversions, which go by names. Load a checkpoint.": "done in tests/codegen/test_standing_alone",
+    "{} {}: load another model of this file, or the original one.": "done in tests/codegen/test_standing_alone",
     "Load the model, and write it with save_pretrained first.": "done in tests/test_publishing",
     "is for a layer of the original model only: load it into that.": "done in tests/codegen/test_standing_alone",
     "no round was finished; give it more time: seconds={}": "no error: tests/verification/test_benchmark",
@@ -132,7 +132,6 @@ NOT_HERE = {
     "by the patcher: class_mapping={{}: ...}, with a class of that layout": "done in tests/libraries/use_kernels",
     "Run the forward again for each, or load without the preset LIGER.": "done in tests/libraries/liger_on_cpu",
     "which a file can't refuse. Load with the patcher itself.": "done in tests/codegen/test_from_patcher",
-    "and a file imports classes. Load with the patcher itself.": "done in tests/codegen/test_from_patcher",
     "; give model_config= (--model-config FOLDER)": "done in tests/verification/test_generated_files",
     "for a config, write verify(config, patcher).": "done in tests/verification/test_verification",
     "write benchmark(..., inputs={...})": "no model is known for which nothing is found that it runs on",
