@@ -1,7 +1,7 @@
 """Weights that only a patcher declares: named in the metadata of checkpoint files, and saved separately.
 
     adapter.weight  -->  model.safetensors, metadata: {"patcher_new_weights": '{"of": "mine", "names": [...]}'}
-                    -->  save_new_weights(model, folder): new_weights.safetensors, patcher.json
+                    -->  save_new_weights(model, folder): new_weights.safetensors, patcher.json, README.md
 
 transformers ignores tensors of a checkpoint that the model doesn't have, with a line in a table of its log: without
 the patcher, a model would compute as if it had no adapter. Files without this metadata (`.bin`, or those that other
@@ -60,9 +60,9 @@ def save_new_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     ...     load_new_weights(model, folder)
 
     Like adapters: one base model, and such a folder for each task that it was trained for. The folder contains
-    `new_weights.safetensors`, by the names of the model's parameters, and `patcher.json`, for `Patcher.load`. If a
-    model is split over processes, each of them has to call this, and one writes. The model may be inside of another
-    module, as `DistributedDataParallel` or a model of PEFT is.
+    `new_weights.safetensors`, by the names of the model's parameters, `patcher.json` for `Patcher.load`, and a model
+    card. If a model is split over processes, each of them has to call this, and one writes. The model may be inside of
+    another module, as `DistributedDataParallel` or a model of PEFT is.
 
     Raises:
         InvalidPatcherError: the model has no weights that a patcher declares as new, or its patcher can't be written
@@ -75,7 +75,8 @@ def save_new_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             f"{type(model).__name__} has no weights that a patcher declares as new, so there is nothing to save. "
             "Declare them: Patcher(..., new_weights=[...])."
         )
-    data, state = _patcher_of(model).to_dict(), state_tensors(model)
+    patcher, state = _patcher_of(model), state_tensors(model)
+    data = patcher.to_dict()
     tensors = {
         name: full_tensor(load_if_offloaded(model, name, state[name])).detach().cpu().contiguous() for name in names
     }
@@ -85,6 +86,7 @@ def save_new_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     metadata = metadata_with_new_weights({"format": "pt"}, names, names, model)
     save_file(tensors, Path(folder, FILE_NAME), metadata=metadata)
     sort_metadata(Path(folder, FILE_NAME))
+    Path(folder, "README.md").write_text(_card(model, patcher, names), encoding="utf-8")
 
 
 def load_new_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
@@ -252,3 +254,31 @@ def check_new_weights(load: Request, unexpected: Iterable[str]) -> Request:
     read = [name for name in names.intersection(new) if any(search(text, name) for text in declared)]
     record = replace(load.record, new_weights=sort_names({*load.record.new_weights, *read}))
     return replace(load, record=record)
+
+
+def _card(model: PreTrainedModel, patcher: Patcher, names: Iterable[str]) -> str:
+    base = model.name_or_path or model.config.model_type
+    lines = [
+        "---",
+        "library_name: transformers",
+        "tags: [patcher]",
+        "---",
+        f"# New weights of {patcher.name or 'a patcher'} for {type(model).__name__}",
+        "",
+        f"These are not a model: they are the weights that a patcher adds to {base}. With the package `patcher`:",
+        "",
+        "```python",
+        f"from transformers import {type(model).__name__}",
+        "from patcher import Patcher, load_new_weights",
+        "",
+        'folder = "."  # this folder',
+        "patcher = Patcher.load(folder, allowed=[...])  # the classes and functions that patcher.json names",
+        f"model = {type(model).__name__}.from_pretrained({base!r}, patcher=patcher)",
+        "load_new_weights(model, folder)",
+        "```",
+        "",
+        "Weights:",
+        "",
+        *(f"- `{name}`" for name in compress(sorted(names))),
+    ]
+    return "\n".join(lines) + "\n"

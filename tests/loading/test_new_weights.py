@@ -181,6 +181,7 @@ def test_two_of_them_take_turns_on_one_model(llama: Path, tmp_path: Path) -> Non
     save_new_weights(first, tmp_path / "first")
     save_new_weights(second, tmp_path / "second")
     assert sorted(path.name for path in (tmp_path / "first").iterdir()) == [
+        "README.md",
         "new_weights.safetensors",
         "patcher.json",
     ]
@@ -282,3 +283,15 @@ def test_a_model_without_any_is_told_what_to_write(llama: Path, tmp_path: Path) 
         with pytest.raises(InvalidPatcherError, match=r"has no weights that a patcher declares as new.*new_weights="):
             save_new_weights(AutoModelForCausalLM.from_pretrained(llama, patcher=patcher), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_card_says_how_they_are_loaded(llama: Path, tmp_path: Path) -> None:
+    model = trained(llama)
+    save_new_weights(model, tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert code
+    names: dict[str, Any] = {"Shifted": Shifted}
+    exec(code[1].replace("[...]", "[Shifted]").replace('"."', repr(str(tmp_path))), names)
+    assert torch.equal(logits(names["model"]), logits(model))
+    assert "`model.layers.{0..1}.input_layernorm.shift`" in text
