@@ -62,6 +62,25 @@ def test_the_default_folder_is_beside_the_config(config: PatchConfig, tmp_path: 
     assert write(config) == tmp_path / "generated" / "patched_modeling_written.py"
 
 
+def test_nothing_is_written_when_the_second_file_fails(
+    config: PatchConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = write(config, tmp_path / "out", diff=True).read_bytes()
+    config.add_import("json")
+    chmod = Path.chmod
+
+    def fails(self: Path, mode: int) -> None:
+        if ".diff." in self.name:
+            raise OSError(28, "No space left on device", str(self))
+        chmod(self, mode)
+
+    monkeypatch.setattr(Path, "chmod", fails)
+    with pytest.raises(CodegenError, match="can't be written: No space left on device"):
+        write(config, tmp_path / "out", diff=True)
+    assert (tmp_path / "out" / "patched_modeling_written.py").read_bytes() == old
+    assert len(list((tmp_path / "out").iterdir())) == 2
+
+
 def test_a_folder_that_is_a_file(config: PatchConfig, tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
     with pytest.raises(CodegenError, match=r"taken can't be written: (File exists|Not a directory)"):

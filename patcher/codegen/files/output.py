@@ -1,13 +1,15 @@
-"""Generated files on disk: written, and checked against their configs and originals."""
+"""Generated files on disk: written atomically, and checked against their configs and originals."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,14 +78,14 @@ class ModelingCodeGenerator:
         """Return the text of the file, and write it to a path if one is passed."""
         generated = build(self.config)
         if output_path is not None:
-            write_files({output_path: generated.text.encode()}, self.config.where)
+            replace_all({output_path: generated.text.encode()}, self.config.where)
         return generated.text
 
 
 def write_generated(generated: Generated, folder: Path, *, formatted: bool, diff: bool = False) -> Path:
-    """Write the generated file and its diff; their texts are complete before the first one is written."""
+    """Write the generated file and its diff, both or none."""
     path = folder / generated.config.target_file
-    write_files(files_of(generated, path, diff=diff, formatted=formatted), generated.config.where)
+    replace_all(files_of(generated, path, diff=diff, formatted=formatted), generated.config.where)
     return path
 
 
@@ -140,14 +142,27 @@ def run_ruff(text: str, name: str, where: Location) -> str:
     return text
 
 
-def write_files(files: Mapping[Path, bytes], where: Location) -> None:
-    """Write files and their folders; raises a CodegenError for what can't be written."""
+def replace_all(files: Mapping[Path, bytes], where: Location) -> None:
+    """Write temporary files first, then rename them: a reader sees the old or the new text, never a part."""
+    staged: list[tuple[str, Path]] = []
     try:
         for path, data in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
+            handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+            staged.append((name, path))
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            mask = os.umask(0)  # can only be read by setting it
+            os.umask(mask)
+            Path(name).chmod(path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~mask)
+        for name, path in staged:
+            Path(name).replace(path)
     except OSError as error:
         raise CodegenError(f"{where}: {error.filename or 'the file'} can't be written: {error.strerror}") from error
+    finally:
+        for name, _ in staged:
+            with contextlib.suppress(FileNotFoundError):
+                Path(name).unlink()
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
