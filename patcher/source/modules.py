@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import functools
 import importlib.metadata
@@ -24,13 +25,19 @@ class SourceModule:
         name: the dotted name.
         package: the package that relative imports start from.
         path: the file.
-        text: the source without a byte order mark, its newlines as `\n`.
+        text: the source without a byte order mark; newlines are unchanged.
     """
 
     name: str
     package: str
     path: Path
     text: str
+
+    @property
+    def newline(self) -> str:
+        """The newline of most lines."""
+        windows = self.text.count("\r\n")
+        return "\r\n" if 2 * windows > self.text.count("\n") else "\n"
 
     @property
     def relative_path(self) -> str:
@@ -91,11 +98,11 @@ def load(name: str, where: Location) -> SourceModule:
 
 
 def read_python(path: Path) -> str:
-    """Return the text of a Python file as Python reads it; raises a CodegenError if it isn't in UTF-8."""
+    """Return the text of a Python file without a byte order mark; raises a CodegenError if it isn't in UTF-8."""
     data, line = path.read_bytes(), 1
     try:
         if tokenize.detect_encoding(io.BytesIO(data).readline)[0].startswith("utf-8"):
-            return path.read_text("utf-8-sig")
+            return data.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         line += data.count(b"\n", 0, error.start)
     except SyntaxError:  # one of the first two lines declares another encoding, or an unknown one

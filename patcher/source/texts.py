@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 from patcher.source.scopes import Definition, inner_blocks, start_line
 
+#: A line as Python counts them, with its newline: unlike for `str.splitlines`, a form feed ends none.
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _NAMED = re.compile(r"(?:async\s+)?(?:def|class)[\s\\]+")
 
 
@@ -140,7 +142,7 @@ class Text:
     def __init__(self, text: str, tree: ast.Module | None = None) -> None:
         self.text = text
         self.tree = ast.parse(text) if tree is None else tree
-        self.lines = io.StringIO(text, newline="\n").readlines()  # as Python counts them: a form feed ends none
+        self.lines: list[str] = _LINE.findall(text)
         self._starts = list(accumulate(map(len, self.lines), initial=0))
 
     def position(self, line: int, column: int) -> int:
@@ -163,11 +165,16 @@ class Text:
 
     def end_of(self, line: int) -> int:
         """Return the index at which a line ends, before its newline."""
-        return self._starts[line - 1] + len(self.lines[line - 1].rstrip("\n"))
+        return self._starts[line - 1] + len(self.lines[line - 1].rstrip("\r\n"))
+
+    def line_break(self, line: int) -> str:
+        """Return the newline of a line."""
+        text = self.lines[line - 1]
+        return text[len(text.rstrip("\r\n")) :] or "\n"
 
     def indent(self, line: int) -> str:
         """Return the white space at the start of a line."""
-        return indent_of(self.lines[line - 1].rstrip("\n"))
+        return indent_of(self.lines[line - 1].rstrip("\r\n"))
 
     def is_in_line(self, node: Any) -> bool:
         """Whether the body of a compound statement is on its first line."""
@@ -193,6 +200,13 @@ class Text:
                 break
             last = number if line.strip() else last
         return last
+
+    def is_alone(self, node: ast.stmt) -> bool:
+        """Whether no other statement is on the lines of a statement."""
+        start, end = self.span(node)
+        if self.text[self.start_of(start_line(node)) : start].strip() and not isinstance(node, Definition):
+            return False
+        return not re.sub(r"^[ \t\f]*;?[ \t\f]*(#.*)?", "", self.text[end : self.end_of(node.end_lineno or 0)])
 
 
 class Place(NamedTuple):
@@ -254,16 +268,24 @@ def removals(text: Text, removed: Collection[ast.stmt], block: list[ast.stmt], o
         start, end = text.span(place.node)
         if is_emptied and place.node is place.block[0]:
             # Blank lines and comments above go with the statement, the line of the block stays.
-            if lines := place.comments(text):
+            lines = place.comments(text) if text.is_alone(place.node) else range(0)
+            if lines:
                 yield Edit(text.start_of(lines[0]), text.start_of(lines[-1] + 1), "")
             first = start_line(place.node)
             if isinstance(place.node, Definition):
                 start = text.start_of(first) + len(text.indent(first))  # of its decorators
             yield Edit(start, end, "pass")
-        else:
+        elif text.is_alone(place.node):
             first = next(iter(place.comments(text)), start_line(place.node))
             last = text.last_line(place.node)
             yield Edit(text.start_of(first), text.start_of(last + 1) if last < len(text.lines) else len(text.text), "")
+        else:
+            index = place.block.index(place.node)
+            following = place.block[index + 1 : index + 2]
+            if following and following[0].lineno == place.node.end_lineno:
+                yield Edit(start, text.span(following[0])[0], "")
+            else:
+                yield Edit(text.span(place.block[index - 1])[1], end, "")
 
 
 def without(text: Text, elements: Sequence[Any], removed: Collection[Any], close: int) -> list[Edit]:

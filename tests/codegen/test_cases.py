@@ -27,7 +27,7 @@ def test_output(case: cases.Case, folder: Path) -> None:
     config = cases.load(cases.lay_out(case, folder))
     written = write(config, folder / "out")
     data = written.read_bytes()
-    assert cases.body(data.decode()) == case.on_disk(case.expected).decode("utf-8-sig").replace("\r\n", "\n")
+    assert cases.body(data.decode()) == case.on_disk(case.expected).decode("utf-8-sig")
     compile(data, "out.py", "exec")
     assert generate(config) == generate(config)
 

@@ -42,8 +42,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[bytes]
 def test_without_patches_only_imports_change(
     place: Callable[[bytes], str], pair: Pair, newline: str, ends: bool, mark: bool
 ) -> None:
-    source, expected = (text + ("\n" if ends else "") for text in pair)
-    name = place((b"\xef\xbb\xbf" if mark else b"") + source.replace("\n", newline).encode())
+    source, expected = ((text + ("\n" if ends else "")).replace("\n", newline) for text in pair)
+    name = place((b"\xef\xbb\xbf" if mark else b"") + source.encode())
     text = generate(PatchConfig(name, "out.py"))
     assert body(text) == re.sub(r"(?<=from )( ?)top", rf"\g<1>{name.split('.')[0]}", expected)
 

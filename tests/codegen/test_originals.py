@@ -75,7 +75,7 @@ PATCHED = {
     "rotate_else": "rotate",
 }
 HOLES = re.findall(r"\{(\w+)\}", SOURCE)
-CODE = [" + 1", " ** 2", " or math.e", " if 1 else 2"]
+CODE = [" + 1", "; pass", " or math.e", " if 1 else 2"]
 NO_CODE = ["  # a comment", "  # type: ignore", "\n\n", " "]
 #: edits of the whole text that no patch has to know of
 FORMATTING = [

@@ -86,6 +86,7 @@ SOURCES = {
     "a class on one line": ("class A(PreTrainedModel): ...\n", "A"),
     "one line, and no newline": ("class A(PreTrainedModel): pass", "A"),
     "behind a guard": ("if True:\n    class A(PreTrainedModel):\n        x = 1  # one\n", "A"),
+    "Windows newlines": ("class A(PreTrainedModel):\r\n    x = 1\r\n\r\n\r\nclass B(A): ...\r\n", "A"),
     "a module's": ("import transformers\n\n\nclass A(transformers.PreTrainedModel):\n    x = 1\n", "A"),
     "of another modeling file": (
         "from ..llama.modeling_llama import LlamaMLP, LlamaPreTrainedModel\n\n\n"
@@ -116,8 +117,9 @@ def test_where_the_method_goes(case: str, tmp_path: Path, monkeypatch: pytest.Mo
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     found = [node.name for node in classes if isinstance(last := node.body[-1], ast.FunctionDef) and last.name]
     assert found == ([expected] if expected else [])
-    kept = [line for line in generated.split("\n") if line in text.split("\n")]
-    assert all(line in kept for line in text.split("\n")[4:] if "class A" not in line)
+    newline = "\r\n" if "\r\n" in text else "\n"
+    kept = [line for line in generated.split(newline) if line in text.split(newline)]
+    assert all(line in kept for line in text.split(newline)[4:] if "class A" not in line)
 
 
 def test_modules_of_others_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

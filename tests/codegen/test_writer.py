@@ -137,10 +137,10 @@ def test_a_diff_beside_the_file_follows_it(config: PatchConfig, tmp_path: Path) 
     assert "more" in diff.read_text()
 
 
-def test_the_diff_is_a_patch(config: PatchConfig, tmp_path: Path) -> None:
+def test_the_diff_keeps_newlines_and_is_a_patch(config: PatchConfig, tmp_path: Path) -> None:
     """As git applies it."""
     source = tmp_path / "modeling_written.py"
-    source.write_bytes(b"import os\n\n\ndef f(x):\n    return x\n\x0c\nlast = 1")
+    source.write_bytes(b"import os\r\n\r\n\r\ndef f(x):\r\n    return x\r\n\x0c\r\nlast = 1")
     text = write(config, tmp_path / "out", diff=True).read_bytes()
     diff = (tmp_path / "out" / "patched_modeling_written.diff").read_bytes()
     assert diff.endswith(b"\\ No newline at end of file\n") or b"last" not in diff

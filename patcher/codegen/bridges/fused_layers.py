@@ -309,7 +309,7 @@ class FusedLayers:
         statements = [nodes[0] for nodes in assigned if len(nodes) == 1]
         calls: list[Any] = [statement.value for statement in statements]
         are_linear = all(isinstance(call, ast.Call) and self.text.value(call.func) is nn.Linear for call in calls)
-        if len(statements) < len(projections) or not are_linear:
+        if len(statements) < len(projections) or not are_linear or not all(map(text.is_alone, statements)):
             raise self._unreadable(original)
         keywords = [{keyword.arg: keyword.value for keyword in call.keywords} for call in calls]
         linear = inspect.signature(nn.Linear)

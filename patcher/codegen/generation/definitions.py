@@ -207,38 +207,42 @@ class ClassEdit:
         undecorated = [method for method in methods if not getattr(method.node, "decorator_list", ())]
         for method in undecorated or methods:
             indent, start = draft.indent(method.node), draft.text.start_of(start_line(method.node))
-            note = f"{indent}# The __init__ of the original, called by the patched one below.\n"
+            note = f"{indent}# The __init__ of the original, called by the patched one below.{draft.source.newline}"
             draft.insert(start, note)
             draft.rename(method.node, ORIGINAL_INIT)
             origin = [f"{indent}{line}" for line in comments(*draft.origin(patch))]
             draft.put_behind(method, ["", *origin, *draft.code(patch, indent, None, name, edit)])
 
     def _add(self) -> None:
-        """Insert methods after the other members; an empty body, `...` or `pass` without a comment, is removed."""
+        """Insert methods after the other members; an empty body, `...` or `pass`, is removed."""
         draft, text, body = self.draft, self.draft.text, self.node.body
-        kept = [node for node in body if not _is_empty(Place(node, body, self.node), text)]
+        newline, kept, above_first = draft.source.newline, [node for node in body if not _is_empty(node)], list[str]()
         if self.in_line:
             start, end = text.text.rindex(":", 0, text.span(body[0])[0]) + 1, text.span(body[-1])[1]
             code = text.text[text.span(kept[0])[0] : text.span(kept[-1])[1]] if kept else ""
-            draft.edits.append(Edit(start, end, f"\n{self.indent}{code}" if kept else ""))
+            draft.edits.append(Edit(start, end, f"{newline}{self.indent}{code}" if kept else ""))
             last = body[-1].end_lineno or 0
         else:
-            for place in (Place(node, body, self.node) for node in body if node not in kept):
-                first = next(iter(place.comments(text)), place.node.lineno)
+            for place in (Place(node, body, self.node) for node in body if node not in kept and text.is_alone(node)):
+                lines = place.comments(text)
+                behind = text.text[text.span(place.node)[1] : text.end_of(place.node.lineno)].strip()
+                notes = [*(text.lines[number - 1].strip() for number in lines), behind]
+                above_first += [f"{self.indent}{note}" for note in notes if note]
+                first = next(iter(lines), place.node.lineno)
                 draft.edits.append(Edit(text.end_of(first - 1), text.end_of(place.node.lineno), ""))
             head = Place(body[0], body, self.node).comments(text).start - 1
             last = text.last_line(kept[-1]) if kept else head
         lines_added = list[str]()
         for index, method in enumerate(self.added):
-            lines_added += ([""] if kept or index else []) + method
+            lines_added += ([""] if kept or index else []) + ([] if index else above_first) + method
         draft.insert_lines_after(last, lines_added)
 
 
-def _is_empty(place: Place, text: Text) -> bool:
-    """Whether a statement is `pass` or `...`, and no comment is above or behind it."""
-    if ast.unparse(place.node) not in ("pass", "..."):
-        return False
-    return not any("#" in text.lines[number - 1] for number in (*place.comments(text), place.node.lineno))
+def _is_empty(node: ast.stmt) -> bool:
+    """Whether a statement is `pass` or `...`."""
+    return isinstance(node, ast.Pass) or (
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and node.value.value is ...
+    )
 
 
 def _with_decorators(lines: list[str], indent: str, original: Any, text: Text) -> list[str]:
@@ -253,7 +257,7 @@ def _with_decorators(lines: list[str], indent: str, original: Any, text: Text) -
     has_own = len(edits) < len(node.decorator_list)
     # Comments between the original's decorators and its `def` stay if nothing is inserted between them.
     last = original.decorator_list[-1].end_lineno if has_own else original.lineno - 1
-    decorators = [line.rstrip("\n") for line in text.lines[start_line(original) - 1 : last]]
+    decorators = [line.rstrip("\r\n") for line in text.lines[start_line(original) - 1 : last]]
     position = code.start_of(start)
     edits.append(Edit(position, position, "".join(f"{line}\n" for line in decorators)))
     return edited(code, edits, indent).split("\n")

@@ -7,7 +7,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 
 from patcher.codegen.generation.checks import check_names, warn_of_decorators
 from patcher.codegen.generation.definitions import ClassEdit, replace_definition
@@ -27,7 +26,7 @@ from patcher.errors import CodegenError
 from patcher.source.definitions import decorator_name, decorators_of
 from patcher.source.modules import SourceModule, load
 from patcher.source.reading import parsed
-from patcher.source.scopes import inner_blocks, nearest, statements_of
+from patcher.source.scopes import nearest
 from patcher.source.texts import Place, Text, applied, definitions
 
 
@@ -91,7 +90,6 @@ def build(config: PatchSpec) -> Generated:
             f"{source.name} can't be patched, because {source.path} does not parse: {error.msg}, on line "
             f"{error.lineno}."
         ) from error
-    _check_lines(source, original)
     draft = Draft(config, source, Text(source.text, original))
     removed_imports = remove(draft)
     imports = added_imports(draft)
@@ -106,19 +104,8 @@ def build(config: PatchSpec) -> Generated:
     warn_of_decorators(draft)
     text, methods = with_stock_conversions(draft, text)
     changes = changes_of(config, draft.patches, draft.header_fingerprints, orphans, methods)
-    text = "\n".join([*render_header(config, source, changes), without_banner(text)])
+    text = source.newline.join([*render_header(config, source, changes), without_banner(text)])
     return Generated(config, source, text, tuple(draft.patches))
-
-
-def _check_lines(source: SourceModule, tree: ast.Module) -> None:
-    """Raise a CodegenError if two statements are on one line: code is patched by whole lines."""
-    simple = [node for node in statements_of(tree, ast.stmt) if not any(inner_blocks(node))]
-    for before, node in pairwise(simple):
-        if before.end_lineno == node.lineno:
-            raise CodegenError(
-                f"{source.path}:{node.lineno}: two statements are on this line, and code is patched by whole lines. "
-                "Run `ruff format` on the file, or patch a formatted copy of it."
-            )
 
 
 def _patch_definitions(draft: Draft) -> None:

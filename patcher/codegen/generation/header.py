@@ -18,16 +18,16 @@ _WIDTH = 90
 _LINES = 12
 #: The banner at the top of a file that transformers' modular converter has generated.
 _BANNER = re.compile(
-    r"\A((?:#.*\n)*?)#[ \t]*\U0001f6a8+[ \t]*\n"
-    r"#[ \t]*This file was automatically generated from (\S+?)\.?[ \t]*\n"
-    r"(?:#.*\n)*?#[ \t]*\U0001f6a8+[ \t]*\n"
+    r"\A((?:#.*\n)*?)#[ \t]*\U0001f6a8+[ \t]*\r?\n"
+    r"#[ \t]*This file was automatically generated from (\S+?)\.?[ \t]*(\r?\n)"
+    r"(?:#.*\n)*?#[ \t]*\U0001f6a8+[ \t]*\r?\n"
 )
 #: The first word of the paragraph about the differences.
 _DIFFERS = "Differs:"
 #: The maximal number of characters of names and fingerprints; if there are more, they are next to the patches.
 ROOM = 300
 _ENTRY = re.compile(rf"([^\W\d][\w.]*) ([0-9a-f]{{8}}|{NOTHING})\b")
-_AT_PATCH = re.compile(rf"^[ \t]*# (?:from .+:\d+, )?in place of {_ENTRY.pattern}[ \t]*$", re.MULTILINE)
+_AT_PATCH = re.compile(rf"^[ \t]*# (?:from .+:\d+, )?in place of {_ENTRY.pattern}[ \t\r]*$", re.MULTILINE)
 
 
 def render_header(config: PatchSpec, source: SourceModule, changes: Mapping[str, Sequence[str]]) -> list[str]:
@@ -100,7 +100,7 @@ def _wrapped(label: str, text: str) -> list[str]:
 
 def without_banner(text: str) -> str:
     """Return a text without the banner that it was generated from another file: this one was generated from it."""
-    return _BANNER.sub(r"\1# The source was itself generated, from \2.\n", text)
+    return _BANNER.sub(r"\1# The source was itself generated, from \2.\3", text)
 
 
 def made_by(config: PatchSpec) -> str:

@@ -28,7 +28,11 @@ from patcher.source.scopes import (
 )
 from patcher.source.texts import Edit, Place, Text, applied, definitions, places, removals, without
 
-_IMPORT = re.compile(r"\bimport\b")
+_SPACE = r"(?:\s|\\\r?\n)*"
+_RELATIVE = re.compile(
+    rf"from(?P<before>{_SPACE})(?:\.{_SPACE})*\.(?P<dots>{_SPACE})(?P<name>[^\W\d]\w*(?:{_SPACE}\.{_SPACE}[^\W\d]\w*)*)?"
+    rf"(?P<behind>{_SPACE})\bimport\b"
+)
 
 
 # --- omissions ------------------------------------------------------------------------------------------------------
@@ -166,13 +170,13 @@ def without_orphans(config: PatchSpec, text: str, original: ast.Module) -> tuple
     file, edits, orphans = Text(text, parsed(text)), list[Edit](), set[str]()
     for node in file.tree.body:
         names = {bound_name(alias) for alias in _aliases(node)} & used
-        if not names or getattr(node, "module", "") == "__future__" or node.col_offset:
+        if not names or getattr(node, "module", "") == "__future__" or node.col_offset or not file.is_alone(node):
             continue
         statement = "".join(file.lines[node.lineno - 1 : node.end_lineno])
         rest = described.replace(statement, "", 1)
         # A whole word, written so that the search is as fast as that of a string.
         names = {name for name in names if not re.search(rf"{name}(?<=\b{name})\b", rest)}
-        if not names or "noqa" in statement or ";" in statement:
+        if not names or "noqa" in statement:
             continue
         orphans |= names
         unused = [alias for alias in _aliases(node) if bound_name(alias) in names]
@@ -198,18 +202,20 @@ def absolute_imports(draft: Draft) -> Iterator[Edit]:
         if not node.level:
             continue
         start, end = text.span(node)
-        match = _IMPORT.search(text.text, start)
+        match = _RELATIVE.match(text.text, start)
         assert match is not None
         relative = "." * node.level + (node.module or "")
         name = absolute_name(relative, source.package, source.name, draft.config.where)
+        behind = match["behind"] if node.module else match["dots"] + match["behind"]  # "" is valid after a dot
         written = text.text[match.end() : end]
         dropped = draft.config.dropped if node in at_top else ()
         names = [ast.unparse(alias) for alias in node.names if bound_name(alias) not in dropped]
         width = node.col_offset + len(f"from {name} import {', '.join(names)}")
-        if names and width > WIDTH and "\n" not in written and "(" not in written:
-            yield Edit(start, end, f"\n{text.indent(node.lineno)}".join(import_by_line(name, names)))
+        if names and width > WIDTH and text.is_alone(node) and "\n" not in written and "(" not in written:
+            between = text.line_break(node.lineno) + text.indent(node.lineno)
+            yield Edit(start, end, between.join(import_by_line(name, names)))
         else:
-            yield Edit(start, match.end(), f"from {name} import")
+            yield Edit(start, match.end(), f"from{match['before'] or ' '}{name}{behind or ' '}import")
 
 
 def absolute_name(relative: str, package: str, source: str, where: Location) -> str:
@@ -330,10 +336,10 @@ def insert(draft: Draft, imports: Sequence[Import], removed_imports: Collection[
     for node, groups in draft.behind.items():
         draft.insert_lines_after(text.last_line(node), _separated(groups, next(iter(after(node)), None), draft))
     if anchor is None and top:
-        following = remaining[0] if remaining else None
+        following, newline = remaining[0] if remaining else None, draft.source.newline
         position = text.start_of(start_line(following)) if following is not None else len(text.text)
-        start = "\n" if position and not text.text[:position].endswith("\n") else ""
-        code = start + "".join(f"{line}\n" for line in _separated(top, following, draft))
+        start = newline if position and not text.text[:position].endswith(("\n", "\r")) else ""
+        code = start + "".join(f"{line}{newline}" for line in _separated(top, following, draft))
         draft.edits.insert(0, Edit(position, position, code))
 
 

@@ -1,7 +1,7 @@
 """Cases of the code generator, one file each: the source, `# config`, then `# output` or `# error`.
 
-A first line `# flags: crlf bom` changes the source on the disk. `# output` holds the generated file without its
-header, and `# error` the whole message, where `{config}` stands for the path of the config.
+A first line `# flags: crlf bom` changes the source and the output on the disk. `# output` holds the generated file
+without its header, and `# error` the whole message, where `{config}` stands for the path of the config.
 
     python -m tests.codegen.cases NAME...
 

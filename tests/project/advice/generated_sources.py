@@ -177,16 +177,6 @@ def files_that_are_no_text(at: Place) -> Steps:
 
 
 @advice(
-    "{}:{}: two statements are on this line, and code is patched by whole lines. Run `ruff format` on the file, or "
-    "patch a formatted copy of it."
-)
-def two_statements_on_a_line(at: Place) -> Steps:
-    case = cases.read("error_two_statements")
-    yield lambda: made(at, case)
-    assert made(at, dataclasses.replace(case, source=case.source.replace("; ", "\n"))).A().f() == 1
-
-
-@advice(
     "{}: create_patch_from_external({}) can't do patch_type={}. Give the kind of the target: REPLACE_CLASS, "
     "REPLACE_FUNCTION or OVERRIDE_METHOD.",
     "Other arguments than the first ones have names here: write name_map=... or patch_type=...",
