@@ -121,9 +121,13 @@ def _reverse_also(model: PreTrainedModel, keys: Iterable[str]) -> None:
     rename = key_renamer(conversions)
     for key in keys:
         rename(key)  # a match is noted on the conversion
-    known = set(map(identity, used))
-    more = [item for item in conversions if was_used(item) and identity(item) not in known]
-    set_used_conversions(model, (), [*used, *more])
+    set_used_conversions(model, (), [*used, *_others(filter(was_used, conversions), used)])
+
+
+def _others(conversions: Iterable[Any], known: Iterable[Any]) -> list[Any]:
+    """Return the conversions that equal none of the known ones."""
+    identities = set(map(identity, known))
+    return [conversion for conversion in conversions if identity(conversion) not in identities]
 
 
 def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
@@ -167,7 +171,7 @@ def _replaced(patcher: Patcher, model: PreTrainedModel) -> tuple[PreTrainedModel
     move_attributes(model, base, load.model)
     _check_not_added(load, model, base)
     stock, used = stock_conversions(load.model), used_conversions(model) if has_used_conversions(model) else []
-    of_key_mapping = [item for item in used if identity(item) not in set(map(identity, stock))]
+    of_key_mapping = _others(used, stock)
     set_used_conversions(model, (), None)  # a key_mapping of its load would rename the weights
     selected, mapping = select(load, stock, None)
     added, replaced = selected.conversions.added, load.record.paths_of_replacements
