@@ -58,7 +58,7 @@ class Measured:
     @property
     def label(self) -> str:
         """The name of the patcher, or its representation without pins."""
-        return self.patcher.name or repr(self.patcher.replace(fingerprints={}, transformers=""))
+        return _label(self.patcher)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it for JSON."""
@@ -170,7 +170,7 @@ class Benchmark(Displayable):
                   for name, value in self.stock.items()}  # fmt: skip
         rows = [(name, value, again.get(name, "")) for name, value in values.items()]
         yield Table("Stock", ("", "stock", "stock again / stock"), rows)
-        left_out = [(patcher.name or repr(patcher), why) for patcher, why in self.left_out]
+        left_out = [(_label(patcher), why) for patcher, why in self.left_out]
         yield Table("Not measured", ("patcher", "why"), left_out)
         yield Notes("Measured", [f"{self.date}, {self.machine}", self._versions], "")
 
@@ -259,10 +259,15 @@ def benchmark(
             date=datetime.date.today().isoformat(),
             stock=run.of_stock(),
             measured=tuple(Measured(key, gains) for key, gains in run.gains().items()),
-            left_out=tuple(run.left_out.items()),
+            left_out=tuple((patcher, why) for patcher, why in run.left_out.items() if why),
             rounds=len(run.rounds),
             seconds=run.elapsed,
         )
+
+
+def _label(patcher: Patcher) -> str:
+    """Return the name of a patcher, or its representation without pins."""
+    return patcher.name or repr(patcher.replace(fingerprints={}, transformers=""))
 
 
 def _machine(model: Any) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from patcher.compat.models import cache_argument
-from patcher.errors import InvalidPatcherError, PatchConflictError
+from patcher.errors import InvalidPatcherError, PatchConflictError, UnmatchedPatchError
 from patcher.spec.patcher import Patcher
 from patcher.verification.checks import TOLERANCES
 from patcher.verification.comparing import error_text
@@ -284,8 +284,9 @@ class Rounds:
     batches: Sequence[Mapping[str, Any]] = ()
     works: list[Work] = field(default_factory=list)
     rounds: list[Figures] = field(default_factory=list)
+    requested: Sequence[Patcher] = ()
     candidates: list[Patcher] = field(default_factory=list)
-    left_out: dict[Patcher, str] = field(default_factory=dict)
+    left_out: dict[Patcher, str] = field(default_factory=dict)  # with the reason, if a user should know of it
     loading: float = 0.0  # seconds
 
     @property
@@ -295,6 +296,7 @@ class Rounds:
 
     def measure(self, patchers: Sequence[Patcher], inputs: Any) -> None:
         """Verify the patchers, then measure those that pass and the subsets of their members."""
+        self.requested = patchers
         members = unique(member for patcher in patchers for member in measured_members(patcher))
         candidates = candidates_of(patchers, members)
         options = {name: value for name, value in self.side.options.items() if name not in ("dtype", "torch_dtype")}
@@ -383,7 +385,8 @@ class Rounds:
             except Exception as error:
                 if side.patcher is None:
                     raise
-                self.left_out[key] = error_text(error)
+                is_a_member = key not in self.requested and isinstance(error, UnmatchedPatchError)
+                self.left_out[key] = "" if is_a_member else error_text(error)  # a member for other models
             else:
                 results[key] = {name: value for name, value in figures.items() if name in self.measures and value > 0}
         self.loading += self.elapsed - started

@@ -156,6 +156,19 @@ def test_what_fails_somewhere_is_not_measured_and_the_reason_is_given(llama: Pat
     assert "NotImplementedError: no backward pass" in why
 
 
+def test_members_for_other_models_are_left_out_without_a_word(llama: Path) -> None:
+    mapping = {"LlamaMLP": Same, "LlamaRMSNorm": Slow, "GemmaMLP": Same, "Gemma2MLP": Same}
+    both = Patcher(mapping, alternatives=[list(mapping)], transformers=">=5")
+    found = measured(llama, both, measures=["load"], verify=False)
+    assert len(found.measured) == 3
+    assert found.left_out == ()
+    assert "transformers=" not in str(found)
+    missing = measured(llama, Patcher({"GemmaMLP": Same}, transformers=">=5"), measures=["load"], verify=False)
+    ((_, why),) = missing.left_out
+    assert "no class of the model matches 'GemmaMLP'" in why
+    assert "transformers=" not in str(missing)
+
+
 @pytest.mark.parametrize("config", [tiny_bert_config(), T5, VIT], ids=lambda config: config.model_type)
 def test_what_generates_no_text_is_run_forward(config: Any) -> None:
     fusion = "patch_embeddings" if isinstance(config, ViTConfig) else "qkv"
