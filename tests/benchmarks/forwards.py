@@ -1,4 +1,4 @@
-"""What a language model is asked to do in benchmarks: a step of decoding, and a prompt at once."""
+"""What a language model does in benchmarks: a step of decoding, a prompt at once, and a step of training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from tests.support.caches import CACHE
 
-__all__ = ["decode_step", "prefill"]
+__all__ = ["decode_step", "prefill", "training_step"]
 
 
 def decode_step(model: Any, batch: int, cached: int) -> Callable[[], None]:
@@ -41,3 +41,14 @@ def prefill(model: Any, batch: int, length: int) -> Callable[[], None]:
             model(tokens, logits_to_keep=1)
 
     return prompt
+
+
+def training_step(model: Any, batch: int, length: int) -> Callable[[], None]:
+    """A forward and a backward pass over `batch` rows of `length` tokens."""
+    tokens = torch.arange(batch * length, device=model.device).view(batch, length) % model.config.vocab_size
+
+    def step() -> None:
+        model.zero_grad()
+        model(tokens, labels=tokens).loss.backward()
+
+    return step

@@ -4,7 +4,7 @@
     python -m tests.benchmarks.gpu --device cpu --small    # the same path where there is none: no measurement
 
 - A Llama of 1 B with random weights in bfloat16: stock, with `qkv` and `gate_up`, and with Liger's kernels. The most
-  device memory that a load holds, prompts, and steps of decoding after 512 tokens.
+  device memory that a load holds, prompts, steps of decoding after 512 tokens, and forward and backward passes.
 - Patch embeddings in bfloat16, the cases of `bench_patch_embeddings`.
 - Each module that the preset LIGER replaces, on the inputs that it gets in a model: how far its outputs and
   gradients are from float64, beside the original's; and what `patcher.verify` says of the preset.
@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, PretrainedConfig, 
 from patcher import Patcher, presets, verify
 from patcher.errors import PatcherError
 from tests.benchmarks.bench_patch_embeddings import CUT, WHOLE, convolution, linear_form, smaller, train
-from tests.benchmarks.forwards import decode_step, prefill
+from tests.benchmarks.forwards import decode_step, prefill, training_step
 from tests.benchmarks.measuring import median, ratio, table, taking_turns
 from tests.benchmarks.models import LLAMA_1B, write_checkpoint
 
@@ -82,6 +82,8 @@ def language_model(patchers: Mapping[str, Patcher | None], device: torch.device,
     for what, make, count in asked:
         runs = {name: synchronized(make(model, count, length), device) for name, model in models.items()}
         found.append((what, *figures(taking_turns(runs, 50 // size, warm_up=3))))
+    runs = {name: synchronized(training_step(model, 4, length), device) for name, model in models.items()}
+    found.append((f"a training step of 4 x {length} tokens", *figures(taking_turns(runs, 50 // size, warm_up=3))))
     table(("Llama 1 B, bfloat16", STOCK, *(f"{name} / {STOCK}" for name in patchers if name != STOCK)), found)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 __all__ = ["FOLDERS", "KINDS", "kind_of", "starts_no_process", "wants"]
 
-KINDS = ("process", "libraries", "project", "real", "nightly")
+KINDS = ("process", "libraries", "project", "real", "gpu", "nightly")
 #: What has tests of one kind only, below `tests/`.
 FOLDERS = {
     "benchmarks": "project",
@@ -24,6 +24,7 @@ FOLDERS = {
     "display/test_in_a_browser.py": "project",
     "distributed": "process",
     "fuzz": "project",
+    "gpu": "gpu",
     "identity": "project",
     "libraries": "libraries",
     "llm_compressor": "libraries",
@@ -62,7 +63,7 @@ def starts_no_process(test: Callable[[], pytest.Item | None]) -> None:
     Args:
         test: says which test runs.
     """
-    allowed = {"process", "libraries", "project", "real"}
+    allowed = {"process", "libraries", "project", "real", "gpu"}
 
     def hook(event: str, arguments: tuple[object, ...]) -> None:
         if event == "subprocess.Popen":
