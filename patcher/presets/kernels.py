@@ -5,6 +5,9 @@ converted; an activation that Liger lacks is computed by the module itself. Outp
 of the dtype; verify on your GPU with `patcher verify MODEL --preset LIGER`. They need the package `liger-kernel` and a
 GPU. `tests/coverage/coverage_liger.md` lists the classes that are replaced, by architecture.
 
+Measured on an H200: a 1B Llama in bfloat16 computes prompts of 8 x 512 tokens in 0.82 of stock's time. A step of
+decoding takes 1.27 of it, since a kernel of Triton costs more to launch.
+
 Rotary embeddings are left out: Liger's kernel assumes that both halves of cos and sin are equal, and overwrites its
 queries and keys. A function that computes the same as Llama's needn't allow either.
 """

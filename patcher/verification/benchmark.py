@@ -27,9 +27,10 @@ from patcher.spec.patcher import Patcher
 from patcher.spec.validation import MAPPINGS, not_a_patcher
 from patcher.verification.comparing import requested
 from patcher.verification.gains import LEAST, Gain, rounds_needed
+from patcher.verification.members import members_of
 from patcher.verification.passes import device_of
 from patcher.verification.progress import isolated
-from patcher.verification.rounds import ALL, MEASURES, STOCK, Rounds, measured_members
+from patcher.verification.rounds import ALL, FEW, MEASURES, STOCK, Rounds, measured_members
 from patcher.verification.sides import side_of
 
 
@@ -266,8 +267,12 @@ def benchmark(
 
 
 def _label(patcher: Patcher) -> str:
-    """Return the name of a patcher, or its representation without pins."""
-    return patcher.name or repr(patcher.replace(fingerprints={}, transformers=""))
+    """Return the name of a patcher, or its representation without pins, with the first of many members."""
+    patcher = patcher.replace(fingerprints={}, transformers="")
+    members = members_of(patcher)
+    if patcher.name or len(members) <= FEW:
+        return patcher.name or repr(patcher)
+    return f"{members[0]!r} and {len(members) - 1} more"
 
 
 def _machine(model: Any) -> str:

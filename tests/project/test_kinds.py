@@ -13,7 +13,7 @@ from tests.support import fresh, shared
 from tests.support.kinds import FOLDERS, KINDS, ROOT, kind_of, wants
 from tests.support.tiny import tiny_llama_config
 
-README = "not (process or libraries or project or real or nightly)"
+README = "not (process or libraries or project or real or gpu or nightly)"
 
 
 def test_every_kind_is_a_marker_and_every_folder_there(pytestconfig: pytest.Config) -> None:
@@ -36,8 +36,8 @@ def test_a_file_is_of_the_kind_of_its_folder(path: str, kind: str) -> None:
         (README, []),
         ("", KINDS),
         ("process", KINDS),  # what is of another kind may be of this one as well
-        ("process and not (libraries or project or real)", ["process", "nightly"]),
-        ("not nightly", [each for each in KINDS if each != "nightly"]),
+        ("process and not (libraries or project or real)", ["process", "gpu", "nightly"]),
+        ("not (gpu or nightly)", [each for each in KINDS if each not in ("gpu", "nightly")]),
     ],
 )
 def test_a_run_collects_what_it_may_run(expression: str, wanted: list[str]) -> None:

@@ -163,6 +163,7 @@ def test_members_for_other_models_are_left_out_without_a_word(llama: Path) -> No
     assert len(found.measured) == 3
     assert found.left_out == ()
     assert "transformers=" not in str(found)
+    assert found.measured[0].label == "Patcher(class_mapping={'LlamaMLP': Same}) and 3 more"
     missing = measured(llama, Patcher({"GemmaMLP": Same}, transformers=">=5"), measures=["load"], verify=False)
     ((_, why),) = missing.left_out
     assert "no class of the model matches 'GemmaMLP'" in why
