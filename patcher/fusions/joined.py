@@ -146,6 +146,10 @@ class ProjectionView:
         result: torch.Tensor = whole(features).narrow(-1, *self._rows).contiguous()
         return result if own_bias is None else result + own_bias.to(result.dtype)
 
+    def __repr__(self) -> str:
+        start, size = self._rows
+        return f"<rows {start} to {start + size} of {self._joined.name}, {self._whole!r}>"
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

@@ -122,6 +122,11 @@ def test_a_bias_that_only_some_projections_have_is_a_parameter_of_its_own() -> N
 
 # --- what is refused -------------------------------------------------------------------------------------------------
 
+def test_a_part_shows_where_its_rows_are(folder: Path) -> None:
+    whole = "Linear(in_features=64, out_features=128, bias=True)"
+    assert repr(attention_of(load(folder)).k_proj) == f"<rows 64 to 96 of qkv_proj, {whole}>"
+
+
 ROWS = r"Attention\.q_proj is rows of qkv_proj and not a module: "
 IN_PLACE = r"Attention\.q_proj\.weight is rows of qkv_proj\.weight and takes values in place only: "
 HELD = r"its weight takes the values of a new parameter, and there are other references to this one"
