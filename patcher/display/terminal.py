@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from textwrap import wrap
 from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
@@ -32,6 +33,8 @@ _STYLES: dict[Tone, str] = {
 #: Prefix of a line of a diff -> its style.
 _DIFF = {"--- ": "bold", "+++ ": "bold", "+": "green", "-": "red", "@": "cyan", "#": "dim"}
 _LIMIT = "┊"
+#: Longer labels of bars are wrapped.
+_LABEL = 50
 
 
 def text(value: Displayable) -> str:
@@ -107,10 +110,16 @@ def _bars(chart: Chart) -> Iterable[Text]:
         return drawn(bar), chart.tone(bar), label, bar.inside, bar.note
 
     runs = [list(run) for _, run in groupby(chart.rows, appearance)]
-    names = [visible(("  " if run[0].inside else "") + compress(bar.label for bar in run)[0]) for run in runs]
-    width = max(map(len, names))
+    indents = ["  " if run[0].inside else "" for run in runs]
+    labels = [visible(compress(bar.label for bar in run)[0]) for run in runs]
+    names = [
+        wrap(label, _LABEL, initial_indent=indent, subsequent_indent=f"{indent}  ", break_long_words=False)
+        for label, indent in zip(labels, indents, strict=True)
+    ]
+    width = max(len(lines[-1]) for lines in names)
     allowed = round(chart.share(chart.allowed) * length)
-    for name, run in zip(names, runs, strict=True):
+    for (*above, name), run in zip(names, runs, strict=True):
+        yield from (Text(f" {line}") for line in above)
         worst = max(run, key=lambda bar: bar.value)
         line = drawn(worst).ljust(length + 1)
         if line[allowed] == " ":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from io import StringIO
 
 import pytest
@@ -32,6 +33,17 @@ PLAN = Plan(
         weights=[Weights("missing", (), ("layers.0.mlp.up.weight",))],
     ),
 )
+
+
+class Bars(Displayable):
+    def __init__(self, chart: Chart) -> None:
+        self.chart = chart
+
+    def _headline(self) -> str:
+        return "Bars"
+
+    def _parts(self) -> Iterator[Chart]:
+        yield self.chart
 
 
 class Terminal(StringIO):
@@ -72,6 +84,15 @@ def test_bars_of_layers_that_look_alike_are_one() -> None:
     assert "┊" in lines[-4]  # what is allowed, where no bar is over it
     assert len(lines[-3][1]) < len(lines[-2][1])
     assert "it begins here, in mlp" in " ".join(lines[-2])
+
+
+def test_long_labels_of_bars_are_wrapped() -> None:
+    label = "Patcher(class_mapping={'A': forward_of(Mine)}, fusions=['qkv', 'gate_up'])"
+    gain = Bar(label, 0.9, text="0.90  better")
+    lines = str(Bars(Chart("", [gain, Bar("load", 1.0, True, "", "1.00")], 1.0, is_share=True))).splitlines()[-3:]
+    assert "".join(line.partition("█")[0].strip() + " " for line in lines) == f"{label} load "
+    assert len({line.index("█") for line in lines if "█" in line}) == 1
+    assert "█" not in lines[0]
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e9])

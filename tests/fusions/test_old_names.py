@@ -122,6 +122,7 @@ def test_a_bias_that_only_some_projections_have_is_a_parameter_of_its_own() -> N
 
 # --- what is refused -------------------------------------------------------------------------------------------------
 
+
 def test_a_part_shows_where_its_rows_are(folder: Path) -> None:
     whole = "Linear(in_features=64, out_features=128, bias=True)"
     assert repr(attention_of(load(folder)).k_proj) == f"<rows 64 to 96 of qkv_proj, {whole}>"
