@@ -47,7 +47,7 @@ class Plan(Patched):
         missing: the parameters that would not come from the checkpoint.
         left_over: the unused checkpoint keys, as the load renames them.
         wrong_shape: (parameter, found, expected).
-        unseen: (what may be wrong, parameters) of weights that fit by shape and may still be in another order.
+        unseen: (what may be wrong, parameters) of weights that fit by shape and may still have other values.
         unknown_shapes: how many keys were planned by name alone, because their shapes aren't known.
         misfits: (class, where it is called, problem) of replacements that can't be called like the original.
         problems: the messages that the load would raise, in order, and a message for each misfit.

@@ -1,10 +1,11 @@
-"""Mistakes that no load can detect: names and shapes fit, but the values may be in another order."""
+"""Mistakes that no load can detect: names and shapes fit, but the values may be others, or in another order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from patcher.layouts.transforms import has_known_operations
 from patcher.loading.findings import fold_names
 from patcher.loading.record import PatchRecord
 from patcher.loading.routes import Route
@@ -15,12 +16,13 @@ Unseen = tuple[tuple[str, tuple[str, ...]], ...]
 
 ORDER = "the order of tensors in conversions"
 _TRANSPOSED = "whether a square weight is transposed"
+_OPERATIONS = "the values of operations that transformers doesn't have"
 
 
 def unseen(
     routes: Iterable[Route], record: PatchRecord, *, tensors: Mapping[str, Any], parameters: Mapping[str, Any]
 ) -> Unseen:
-    """Return the parameters whose values may be in another order than their module expects, with the same shape.
+    """Return the parameters whose values may be others than their module expects, with the same shape.
 
     Only replaced modules and conversions of a patcher are checked: fusions define the order of what they join.
 
@@ -29,7 +31,7 @@ def unseen(
         parameters: the parameters of the model, by name.
     """
     replaced = {module.path for module in record.replaced}
-    ambiguous: dict[str, list[str]] = {ORDER: [], _TRANSPOSED: []}
+    ambiguous: dict[str, list[str]] = {ORDER: [], _TRANSPOSED: [], _OPERATIONS: []}
     for route in routes:
         names = route.parameters
         ancestors = (path for name in names for path in (*parents(name), name))
@@ -37,6 +39,8 @@ def unseen(
             continue
         if _have_equal_shapes(route.keys, tensors) or _have_equal_shapes(names, parameters):
             ambiguous[ORDER] += names
+        if not all(has_known_operations(added.transform) for added in route.added):
+            ambiguous[_OPERATIONS] += names
         shapes = ((name, tuple(parameters[name].shape)) for name in names if name in parameters)
         square = (name for name, shape in shapes if len(shape) in (2, 3) and shape[-1] == shape[-2] > 1)
         ambiguous[_TRANSPOSED] += square  # matrices, or stacks of matrices

@@ -38,6 +38,7 @@ from patcher.patterns import compress
 from patcher.source.call_sites import why_unfit
 from tests.support import shared
 from tests.support.comparing import logits
+from tests.support.computing import Twice
 from tests.support.memory import peak
 from tests.support.replacements import (
     JOIN,
@@ -543,11 +544,16 @@ def test_a_call_that_the_original_would_not_take_either_is_not_reported() -> Non
 # --- what no load can see ------------------------------------------------------------------------------------------
 
 ORDER, TRANSPOSED = "the order of tensors in conversions", "whether a square weight is transposed"
+OPERATIONS = "the values of operations that transformers doesn't have"
 UNSEEN: dict[str, tuple[Patcher, tuple[tuple[str, tuple[str, ...]], ...]]] = {
     "stock": (Patcher(), ()),
     "fusions": (Patcher(fusions=["qkv", "gate_up"]), ()),
     "no square weight": (OWN, ()),
     "sources of one shape": (JOINED, ((ORDER, ("model.layers.{0..1}.mlp.gate_up_proj.weight",)),)),
+    "an operation of one's own": (
+        OWN.replace(extra_weight_conversions=WeightConverter("mlp.up_proj.weight", "mlp.up_proj.weight", [Twice()])),
+        ((OPERATIONS, ("model.layers.{0..1}.mlp.up_proj.weight",)),),
+    ),
     "square weights": (
         Patcher({"LlamaAttention": OwnAttention}),
         ((TRANSPOSED, tuple(f"model.layers.{{0..1}}.self_attn.{name}_proj.weight" for name in "qo")),),
