@@ -366,6 +366,11 @@ ODD: dict[str, str | bool] = {
     "    q = self.q_proj(y)": "they are given different variables",
     f"{BOTH}y = y + 1\nq, k, v = self.q_proj(x), self.k_proj(y), self.v_proj(y)": "given different variables",
     "y = x + 1\nq, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(y)": "given different variables",
+    # As in DETR: positions are added for queries and keys, and values are given what was there before.
+    "if extra is not None:\n    y = x\n    x = x + extra\nq, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(y)": (
+        "they are given different variables: q_proj x, k_proj x, v_proj y"
+    ),
+    "x = x + 1\ny = x\nq, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(y)": False,
     f"if False:\n    {ALL}\nq, k = self.q_proj(x), self.k_proj(x)\nv = q": "forward calls k_proj, q_proj alone",
     f"{ALL}\nself.q_proj = self.k_proj": r"Odd\.forward: q_proj is assigned",
     f"{ALL}\nother = self.q_proj": r"Odd\.forward takes q_proj as a module of its own",
