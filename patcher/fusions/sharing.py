@@ -348,7 +348,7 @@ class _Calls:
                 continue
             for node in region:
                 if name in _assigned_by(node) and (positions(node)[1] <= positions(call)[0] or self._in_loop(node)):
-                    raise NotUnderstoodError(f"{name} is assigned between the projections", node.lineno)  # type: ignore[attr-defined]
+                    raise NotUnderstoodError(f"{name} is assigned between the projections", positions(node)[0][0])
 
     def _in_loop(self, node: ast.AST) -> bool:
         """Whether a node is in a loop around calls."""

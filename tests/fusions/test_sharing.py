@@ -388,6 +388,8 @@ ODD: dict[str, str | bool] = {
     "q = k = v = self.norm(x)": r"no method of Odd calls q_proj, k_proj, v_proj together",
     "for _ in range(2):\n    q, k = self.q_proj(x), self.k_proj(x)\n    x = x * 2\n    v = self.v_proj(x)": "assigned",
     "q, k = self.q_proj(x), self.k_proj(x)\nfor x in [x]:\n    pass\nv = self.v_proj(x)": "x is assigned between",
+    "q, k = self.q_proj(x), self.k_proj(x)\ny = [x for x in (1, 2)]\nv = self.v_proj(x)": "x is assigned between",
+    f"y = [x for x in (1, 2)]\n{ALL}": True,
     "q, k = self.q_proj(x), self.k_proj(x)\n(x := x * 2)\nv = self.v_proj(x)": "x is assigned between",
     "q, k = self.q_proj(x), self.k_proj(x)\ny = x\ndel x\nx = y\nv = self.v_proj(x)": "x is assigned between",
     f"if x.sum() > 0:\n    {ALL}\nelse:\n    x = x + 1\n    {ALL}": "x is assigned between the projections",
