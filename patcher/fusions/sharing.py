@@ -336,9 +336,16 @@ class _Calls:
         return names
 
     def _inputs(self) -> set[str]:
-        """Return the variables that the calls get, and those that are assigned to these."""
-        roots = set[Value]().union(*map(self._roots, self.calls))
-        return {_argument_of(call).id for call in self.calls} | {name for name, count in roots if not count}
+        """Return the variables that are tensors between the calls: what they get, and what is assigned to that.
+
+        What is assigned again may be anything then.
+        """
+        start, roots = positions(self.calls[0])[0], set[Value]().union(*map(self._roots, self.calls))
+        names = {_argument_of(call).id for call in self.calls}
+        for name, nodes in self._assigned.items():
+            if any(positions(node)[1] > start or self._in_loop(node) for node in nodes):
+                names.discard(name)
+        return names | {name for name, count in roots if not count and name not in self._assigned}
 
     def _check_assigned(self, region: list[ast.AST], roots: set[str], *, is_split: bool) -> None:
         """Raise if the variable of a later call is assigned between the calls."""

@@ -195,6 +195,18 @@ def test_operators_of_an_object_that_is_not_known_may_write(operation: str, tmp_
     assert re.search(r"\(the type of '(self\.odd|WRITING|odd|y)' isn't known", QKV().refusal(module))
 
 
+@pytest.mark.parametrize(
+    "body",
+    ["y = x\nq = self.q_proj(y)\nx = WRITING\nx + y\nk, v = self.k_proj(y), self.v_proj(y)",
+     "if extra is None:\n    extra = x\ny = extra\nq = self.q_proj(y)\nextra = WRITING\nz = extra @ y\n"
+     "k, v = self.k_proj(y), self.v_proj(y)"],
+)  # fmt: skip
+def test_a_variable_that_had_the_input_is_not_known_once_it_is_assigned_again(body: str, tmp_path: Path) -> None:
+    source = source_of(f"{body}\nreturn q + k + v").replace("\nclass Odd", f"\n{OPERATORS}\n\nclass Odd")
+
+    assert re.search(r"\(the type of '(x|extra)' isn't known", QKV().refusal(module_of(source, tmp_path / "odd.py")))
+
+
 @pytest.mark.parametrize(("name", "plain", "writing"), [("odd", [1.0], "[WRITING]"), ("_odd", 1.0, "WRITING")])
 def test_another_object_of_the_class_may_hold_others(
     name: str, plain: Any, writing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
