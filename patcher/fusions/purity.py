@@ -101,6 +101,8 @@ Called = tuple[bool, str]
 
 def positions(node: Any) -> tuple[Position, Position]:
     """Return start and end of a node: (line, column in bytes)."""
+    if isinstance(node, ast.comprehension):
+        node = node.target  # itself, it has none
     return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
 
 

@@ -49,6 +49,8 @@ _LOOPS = ast.For | ast.While
 _INTERNAL = frozenset(vars(nn.Module()))
 #: Attributes of tensors that aren't tensors.
 _NOT_TENSORS = ("shape", "dtype", "device")
+#: A variable, and how many of its assignments are before: 0 for the value that a parameter is given.
+Value = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -334,8 +336,16 @@ class _Calls:
         return names
 
     def _inputs(self) -> set[str]:
-        """Return the variables that the calls get, and those that are assigned to these."""
-        return {_argument_of(call).id for call in self.calls}.union(*map(self._roots, self.calls))
+        """Return the variables that are tensors between the calls: what they get, and what is assigned to that.
+
+        What is assigned again may be anything then.
+        """
+        start, roots = positions(self.calls[0])[0], set[Value]().union(*map(self._roots, self.calls))
+        names = {_argument_of(call).id for call in self.calls}
+        for name, nodes in self._assigned.items():
+            if any(positions(node)[1] > start or self._in_loop(node) for node in nodes):
+                names.discard(name)
+        return names | {name for name, count in roots if not count and name not in self._assigned}
 
     def _check_assigned(self, region: list[ast.AST], roots: set[str], *, is_split: bool) -> None:
         """Raise if the variable of a later call is assigned between the calls."""
@@ -345,7 +355,7 @@ class _Calls:
                 continue
             for node in region:
                 if name in _assigned_by(node) and (positions(node)[1] <= positions(call)[0] or self._in_loop(node)):
-                    raise NotUnderstoodError(f"{name} is assigned between the projections", node.lineno)  # type: ignore[attr-defined]
+                    raise NotUnderstoodError(f"{name} is assigned between the projections", positions(node)[0][0])
 
     def _in_loop(self, node: ast.AST) -> bool:
         """Whether a node is in a loop around calls."""
@@ -385,45 +395,44 @@ class _Calls:
         Raises:
             NotUnderstoodError: they are different variables, or the caller passes another input for some projections.
         """
-        node, passed = self.method.node, ""
+        node, passed, given = self.method.node, "", dict[str, None]()
         names = {_argument_of(call).id for call in self.calls}
         if len(names) == 1:
             return names
         optional = none_by_default(node)
-        #: projection -> the variables whose values each of its calls may get
-        inputs: dict[str, set[frozenset[str]]] = {}
+        #: projection -> the values that each of its calls may get
+        inputs: dict[str, set[frozenset[Value]]] = {}
         for call in self.calls:
             roots = self._roots(call)
-            for name in sorted(roots.intersection(optional)):
+            for name in sorted({name for name, _ in roots}.intersection(optional)):
                 if self.caller is None and len(roots) == 1:
                     continue  # the caller isn't known
                 passed_input = self.caller.passes(name) if self.caller is not None else ""
-                roots -= set() if passed_input else {name}
+                roots = roots if passed_input else {root for root in roots if root[0] != name}
                 passed = passed or passed_input
             if roots:  # otherwise the call doesn't run
                 inputs.setdefault(_called_name(call), set()).add(frozenset(roots))
+                given[f"{_called_name(call)} {_argument_of(call).id}"] = None
         for name, alternatives in inputs.items() if self.caller is None else ():
-            unconditional = {roots for roots in alternatives if not roots.intersection(optional)}
+            unconditional = {roots for roots in alternatives if not {name for name, _ in roots}.intersection(optional)}
             inputs[name] = unconditional or alternatives
         expected, *others = inputs.values() if inputs else [set()]
-        sources = set().union(*(roots for alternatives in inputs.values() for roots in alternatives))
+        values = [set[Value]().union(*alternatives) for alternatives in inputs.values()]
+        variables = [{name for name, _ in roots} for roots in values]
+        sources = set[str]().union(*variables)
         is_equal = len(inputs) == len(self.group) and all(alternatives == expected for alternatives in others)
         if is_equal and all(len(roots) == 1 for roots in expected):
             return sources
-        are_parameters = sources <= set(parameters_of(node))
+        are_parameters = set[Value]().union(*values) <= {(name, 0) for name in parameters_of(node)}
         if not passed and not are_parameters and (names := self._inputs_in_a_branch()):
             return names
         if are_parameters and self.caller is not None and self.caller.same(tuple(sorted(sources))):
             return sources
-        if passed:
+        if passed and any(names != variables[0] for names in variables):
             raise NotUnderstoodError(f"cross attention: {passed}")
         if are_parameters and self.caller is not None:
             raise NotUnderstoodError(f"nothing shows that {', '.join(sorted(sources))} are one tensor", node.lineno)
-        texts = ", ".join(
-            f"{name} {' or '.join(sorted({root for roots in alternatives for root in roots}))}"
-            for name, alternatives in inputs.items()
-        )
-        raise NotUnderstoodError(f"they are given different variables: {texts}", self.calls[0].lineno)
+        raise NotUnderstoodError(f"they are given different variables: {', '.join(given)}", self.calls[0].lineno)
 
     def _inputs_in_a_branch(self) -> set[str]:
         """Return the variables that all projections get in one of the branches."""
@@ -433,13 +442,9 @@ class _Calls:
             by_input.setdefault((_argument_of(call).id, block), set()).add(_called_name(call))
         return {name for (name, _), called in by_input.items() if called == {*self.group}}
 
-    def _roots(self, call: ast.Call) -> set[str]:
-        """Return the variables whose values the argument may have: itself, or those that are assigned to it.
-
-        An assignment of anything else makes the argument itself one of them.
-        """
-        argument = _argument_of(call).id
-        roots, seen, pending = set[str](), set[Any](), [(argument, positions(call)[0])]
+    def _roots(self, call: ast.Call) -> set[Value]:
+        """Return the values that the argument may have, followed through assignments of one variable to another."""
+        roots, seen, pending = set[Value](), set[Any](), [(_argument_of(call).id, positions(call)[0])]
         while pending:
             name, end = entry = pending.pop()
             if entry in seen:
@@ -449,8 +454,8 @@ class _Calls:
                 node for node in self._assigned.get(name, ()) if positions(node)[1] <= end or self._in_loop(node)
             ]
             values = [_names_of(_value_of(node), self._reached) for node in assignments]
-            if not values or None in values or name in parameters_of(self.method.node):
-                roots.add(argument if values else name)
+            if None in values or not values or name in parameters_of(self.method.node):
+                roots.add((name, len(values) if None in values else 0))
             for node, names in zip(assignments, values, strict=True):
                 pending += [(source, positions(node)[0]) for source in names or ()]
         return roots

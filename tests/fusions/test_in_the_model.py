@@ -49,6 +49,14 @@ class Three(Attention):
         return torch.tanh(self.q_proj(query) + self.k_proj(key) + self.v_proj(value))
 
 
+class Positions(Attention):
+    def forward(self, x, other=None, third=None):
+        if third is not None:
+            plain = other
+            other = other + third
+        return torch.tanh(self.q_proj(x) + self.k_proj(other) + self.v_proj(plain))
+
+
 class Model(PreTrainedModel):
     config_class = LlamaConfig
 
@@ -216,6 +224,13 @@ def test_keys_and_values_of_one_argument_need_no_queries_of_it(tmp_path: Path) -
 
     found = discover(KV(), model_of(tmp_path, "self.attn = Three()", "return self.attn(x, x, y)"))
     assert found.refused["attn"].startswith("nothing shows that key, value are one tensor (odd_modeling.py:")
+
+
+def test_keys_with_positions_are_not_given_what_values_are(tmp_path: Path) -> None:
+    """As in the cross attention of TableTransformer."""
+    found = discover(KV(), model_of(tmp_path, "self.attn = Positions()", "return self.attn(x, y, x)"))
+
+    assert found.refused["attn"].startswith("they are given different variables: k_proj other, v_proj plain (odd_")
 
 
 def test_what_a_parent_passes_is_told(tmp_path: Path) -> None:

@@ -195,6 +195,18 @@ def test_operators_of_an_object_that_is_not_known_may_write(operation: str, tmp_
     assert re.search(r"\(the type of '(self\.odd|WRITING|odd|y)' isn't known", QKV().refusal(module))
 
 
+@pytest.mark.parametrize(
+    "body",
+    ["y = x\nq = self.q_proj(y)\nx = WRITING\nx + y\nk, v = self.k_proj(y), self.v_proj(y)",
+     "if extra is None:\n    extra = x\ny = extra\nq = self.q_proj(y)\nextra = WRITING\nz = extra @ y\n"
+     "k, v = self.k_proj(y), self.v_proj(y)"],
+)  # fmt: skip
+def test_a_variable_that_had_the_input_is_not_known_once_it_is_assigned_again(body: str, tmp_path: Path) -> None:
+    source = source_of(f"{body}\nreturn q + k + v").replace("\nclass Odd", f"\n{OPERATORS}\n\nclass Odd")
+
+    assert re.search(r"\(the type of '(x|extra)' isn't known", QKV().refusal(module_of(source, tmp_path / "odd.py")))
+
+
 @pytest.mark.parametrize(("name", "plain", "writing"), [("odd", [1.0], "[WRITING]"), ("_odd", 1.0, "WRITING")])
 def test_another_object_of_the_class_may_hold_others(
     name: str, plain: Any, writing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -366,6 +378,11 @@ ODD: dict[str, str | bool] = {
     "    q = self.q_proj(y)": "they are given different variables",
     f"{BOTH}y = y + 1\nq, k, v = self.q_proj(x), self.k_proj(y), self.v_proj(y)": "given different variables",
     "y = x + 1\nq, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(y)": "given different variables",
+    # As in DETR: positions are added for queries and keys, and values are given what was there before.
+    "if extra is not None:\n    y = x\n    x = x + extra\nq, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(y)": (
+        "they are given different variables: q_proj x, k_proj x, v_proj y"
+    ),
+    "x = x + 1\ny = x\nq, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(y)": False,
     f"if False:\n    {ALL}\nq, k = self.q_proj(x), self.k_proj(x)\nv = q": "forward calls k_proj, q_proj alone",
     f"{ALL}\nself.q_proj = self.k_proj": r"Odd\.forward: q_proj is assigned",
     f"{ALL}\nother = self.q_proj": r"Odd\.forward takes q_proj as a module of its own",
@@ -383,6 +400,8 @@ ODD: dict[str, str | bool] = {
     "q = k = v = self.norm(x)": r"no method of Odd calls q_proj, k_proj, v_proj together",
     "for _ in range(2):\n    q, k = self.q_proj(x), self.k_proj(x)\n    x = x * 2\n    v = self.v_proj(x)": "assigned",
     "q, k = self.q_proj(x), self.k_proj(x)\nfor x in [x]:\n    pass\nv = self.v_proj(x)": "x is assigned between",
+    "q, k = self.q_proj(x), self.k_proj(x)\ny = [x for x in (1, 2)]\nv = self.v_proj(x)": "x is assigned between",
+    f"y = [x for x in (1, 2)]\n{ALL}": True,
     "q, k = self.q_proj(x), self.k_proj(x)\n(x := x * 2)\nv = self.v_proj(x)": "x is assigned between",
     "q, k = self.q_proj(x), self.k_proj(x)\ny = x\ndel x\nx = y\nv = self.v_proj(x)": "x is assigned between",
     f"if x.sum() > 0:\n    {ALL}\nelse:\n    x = x + 1\n    {ALL}": "x is assigned between the projections",
