@@ -62,10 +62,9 @@ class Source:
 
     Attributes:
         name: the name that the definition binds.
-        text: whole lines, newlines as `\\n`, with the indentation of the file.
+        text: whole lines without the indentation of the file, newlines as `\\n`.
         file: the file that it was read from, "" for a text given as a string.
         line: the number of the first line of `text` in that file.
-        indent: the indentation of the definition.
         is_class: whether it defines a class.
     """
 
@@ -73,7 +72,6 @@ class Source:
     text: str
     file: str
     line: int
-    indent: str
     is_class: bool
 
     def tree(self) -> Definition:
@@ -83,7 +81,7 @@ class Source:
 
 @functools.lru_cache(maxsize=256)  # each patch of a config is read by several checks
 def _definition_in(text: str) -> Definition:
-    (node,) = ast.parse(dedented(text)).body
+    (node,) = ast.parse(text).body
     assert isinstance(node, Definition)
     return node
 
@@ -245,5 +243,5 @@ def _source_of(node: Definition, lines: list[str], file: str) -> Source:
             break
         end = number if line.strip() else end
     text = "".join(lines[start - 1 : end])
-    text = text if text.endswith("\n") else text + "\n"
-    return Source(node.name, text, file, start, indent, isinstance(node, ast.ClassDef))
+    text = dedented(text if text.endswith("\n") else text + "\n")
+    return Source(node.name, text, file, start, isinstance(node, ast.ClassDef))

@@ -34,26 +34,34 @@ def indent_of(line: str) -> str:
     return line[: len(line) - len(line.lstrip())]
 
 
-def moved(source: str, old: str, new: str, *, docstrings: bool = True) -> str:
-    """Return statements with another indentation. Strings keep every character.
+def dedented(source: str) -> str:
+    """Return a definition without its indentation. Strings keep every character, except docstrings.
 
-    >>> moved("    def f():\\n        pass", "    ", "")
+    >>> dedented("    def f():\\n        pass")
     'def f():\\n    pass'
-
-    Args:
-        source: their text, whole lines.
-        old: their indentation.
-        new: the new indentation.
-        docstrings: whether docstrings are reindented as well.
 
     Raises:
         SyntaxError: if the text isn't Python.
     """
+    old = indent_of(source)
+    return _moved(source, old, "") if old else source
+
+
+def indented(source: str, indent: str = "    ") -> str:
+    """Return statements with an indentation. Strings keep every character, except docstrings.
+
+    Raises:
+        SyntaxError: if the text isn't Python.
+    """
+    return _moved(source, "", indent)
+
+
+def _moved(source: str, old: str, new: str) -> str:
     head = ["if 1:"] if old else []
     lines = [*head, *source.split("\n")]
     tree = ast.parse("\n".join(lines))
     unchanged = in_strings(tree)
-    for node in ast.walk(tree) if docstrings else ():
+    for node in ast.walk(tree):
         if isinstance(node, Definition) and ast.get_docstring(node, clean=False) is not None:
             docstring = in_strings(node.body[0])
             if all(lines[number - 1].startswith(old) or not lines[number - 1].strip() for number in docstring):
@@ -62,17 +70,6 @@ def moved(source: str, old: str, new: str, *, docstrings: bool = True) -> str:
         if number not in unchanged and line.startswith(old) and line.strip() and number > len(head):
             lines[number - 1] = new + line[len(old) :]
     return "\n".join(lines[len(head) :])
-
-
-def dedented(source: str) -> str:
-    """Return a definition without its indentation; raises a SyntaxError if the text isn't Python."""
-    old = indent_of(source)
-    return moved(source, old, "", docstrings=False) if old else source
-
-
-def indented(source: str) -> str:
-    """Return statements as they are indented in a class; raises a SyntaxError if the text isn't Python."""
-    return moved(source, "", "    ", docstrings=False)
 
 
 def diff_of(old: str, new: str, old_name: str, new_name: str, context: int = 3) -> str:

@@ -23,7 +23,6 @@ from patcher.source.scopes import (
     top_level,
     undefined_names,
 )
-from patcher.source.texts import dedented
 
 
 def warn_of_decorators(draft: Draft) -> None:
@@ -77,10 +76,10 @@ def check_names(draft: Draft, text: str) -> None:
 def _users(config: PatchSpec) -> Iterator[_User]:
     for patch in config.patches:
         if patch.source is not None:
-            yield _User(patch.where, patch.call, patch.source, dedented(patch.source.text), dict(patch.name_map))
+            yield _User(patch.where, patch.call, patch.source, patch.source.text, dict(patch.name_map))
     for helper in config.helpers:
-        label, code = f"the helper {helper.__name__!r}", dedented(helper.source.text)
-        yield _User(helper.where, label, helper.source, code, dict(helper.name_map))
+        label = f"the helper {helper.__name__!r}"
+        yield _User(helper.where, label, helper.source, helper.source.text, dict(helper.name_map))
     for block in config.blocks:
         yield _User(block.where, "the text given to add_post_import_block", None, block.code, {})
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from patcher.codegen.generation.draft import Draft, comments, definition_of, edited, marker, why
+from patcher.codegen.generation.draft import Draft, comments, marker, why
 from patcher.codegen.spec import External, Patch, PatchKind
 from patcher.errors import CodegenError
 from patcher.source.definitions import is_accessor
+from patcher.source.reading import is_of_config
 from patcher.source.renaming import renaming
 from patcher.source.scopes import bound_by, free_names, looks_misspelt, nearest, start_line
-from patcher.source.texts import Edit, Place, Text, dedented, definitions
+from patcher.source.texts import Edit, Place, Text, definitions
 
 #: The name under which `modify_init` keeps the original `__init__`.
 ORIGINAL_INIT = "_original_init"
@@ -77,7 +78,7 @@ def _name_of_original(patch: Patch, name: str, is_class: bool, draft: Draft) -> 
     assert patch.source is not None
     node: Any = patch.source.tree()
     bases = [*node.bases, *(keyword.value for keyword in node.keywords)] if is_class else []
-    used = free_names("\n".join(map(ast.unparse, bases)) if is_class else dedented(patch.source.text))
+    used = free_names("\n".join(map(ast.unparse, bases)) if is_class else patch.source.text)
     renamed = {dict(patch.name_map).get(word, word) for word in used}
     if name not in renamed or (not is_class and patch.source.name == name):
         return ""
@@ -160,10 +161,12 @@ class ClassEdit:
         origin = [f"{indent}{line}" for line in comments(*self.draft.origin(patch))]
         if isinstance(patch.replacement, External):
             return [*origin, f"{indent}{name} = {self.draft.externals[patch.replacement]}"]
-        lines = self.draft.code(patch, indent, name=name)
-        if original is not None and patch.keep_decorators and original.decorator_list:
-            lines = _with_decorators(lines, indent, original, self.draft.text)
-        return [*origin, *lines]
+
+        def edit(text: Text, node: Any) -> Iterable[Edit]:
+            is_decorated = original is not None and patch.keep_decorators and original.decorator_list
+            return _kept_decorators(text, node, original, self.draft.text) if is_decorated else ()
+
+        return [*origin, *self.draft.code(patch, indent, name=name, edit=edit)]
 
     def _wrap_init(self, patch: Patch, name: str, methods: Sequence[Place]) -> None:
         """Keep the original `__init__` under another name, which the patched one calls, for `modify_init`.
@@ -245,19 +248,19 @@ def _is_empty(node: ast.stmt) -> bool:
     )
 
 
-def _with_decorators(lines: list[str], indent: str, original: Any, text: Text) -> list[str]:
-    """Return a method with the decorators of the original in front of its own, each once."""
-    code, node = definition_of("\n".join(lines), indent)
-    kept, edits = {ast.unparse(decorator) for decorator in original.decorator_list}, list[Edit]()
-    start = first = start_line(node)
-    for decorator in node.decorator_list:
+def _kept_decorators(text: Text, node: Any, original: Any, source: Text) -> Iterator[Edit]:
+    """Yield the edits that put the decorators of an original method in front of a patch's own, each once."""
+    kept = {ast.unparse(decorator) for decorator in original.decorator_list}
+    own = [decorator for decorator in node.decorator_list if not is_of_config(decorator)]
+    start = first = own[0].lineno if own else node.lineno
+    for decorator in own:
         if ast.unparse(decorator) in kept:
-            edits.append(Edit(code.start_of(first), code.start_of(decorator.end_lineno + 1), ""))
+            yield Edit(text.start_of(first), text.start_of(decorator.end_lineno + 1), "")
         first = decorator.end_lineno + 1
-    has_own = len(edits) < len(node.decorator_list)
+    has_own = any(ast.unparse(decorator) not in kept for decorator in own)
     # Comments between the original's decorators and its `def` stay if nothing is inserted between them.
     last = original.decorator_list[-1].end_lineno if has_own else original.lineno - 1
-    decorators = [line.rstrip("\r\n") for line in text.lines[start_line(original) - 1 : last]]
-    position = code.start_of(start)
-    edits.append(Edit(position, position, "".join(f"{line}\n" for line in decorators)))
-    return edited(code, edits, indent).split("\n")
+    indent = source.indent(original.lineno)
+    lines = [line.removeprefix(indent).rstrip("\r\n") for line in source.lines[start_line(original) - 1 : last]]
+    position = text.start_of(start)
+    yield Edit(position, position, "".join(f"{line}\n" for line in lines))

@@ -16,10 +16,9 @@ from patcher.source.modules import SourceModule
 from patcher.source.reading import Location, is_of_config
 from patcher.source.renaming import renaming
 from patcher.source.scopes import ImportedName, imported_names, start_line
-from patcher.source.texts import Edit, Place, Text, applied, moved, places
+from patcher.source.texts import Edit, Place, Text, applied, indented, places
 
 _RULE = "# " + "=" * 70
-_GUARD = "if True:\n"
 
 
 @dataclass
@@ -147,7 +146,8 @@ class Draft:
         """
         source = item.source
         assert source is not None
-        text, node = definition_of(source.text, source.indent)
+        text = Text(source.text)
+        node: Any = text.tree.body[0]
         edits = [*_without_decorators(text, node), *edit(text, node)]
         try:
             edits += renaming(text, dict(item.name_map) if names is None else names)
@@ -155,19 +155,7 @@ class Draft:
             raise CodegenError(f"{Location(source.file or source.name, source.line)}: {error}") from None
         if name:
             edits.append(Edit(*text.name_of(node), name))
-        return moved(edited(text, edits, source.indent).removesuffix("\n"), source.indent, indent).split("\n")
-
-
-def definition_of(code: str, indent: str) -> tuple[Text, Any]:
-    """Return a definition as a text of its own, which is guarded by `if True:` if it is indented."""
-    text = Text((_GUARD if indent else "") + code)
-    statement: Any = text.tree.body[0]
-    return text, statement.body[0] if indent else statement
-
-
-def edited(text: Text, edits: Iterable[Edit], indent: str) -> str:
-    """Return the text of `definition_of` with edits, without its guard."""
-    return applied(text.text, edits).removeprefix(_GUARD if indent else "")
+        return indented(applied(text.text, edits).removesuffix("\n"), indent).split("\n")
 
 
 def _without_decorators(text: Text, node: Any) -> list[Edit]:
