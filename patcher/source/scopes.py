@@ -89,6 +89,8 @@ def bound_name(node: ast.AST) -> str:
             return alias or name.partition(".")[0]
         case ast.MatchMapping(rest=name):
             return name or ""
+        case ast.arg(arg=name):
+            return name
     name = getattr(node, "name", None)  # of a definition, an `except` or a `case`
     return name if isinstance(name, str) else ""
 

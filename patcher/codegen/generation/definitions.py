@@ -12,7 +12,7 @@ from patcher.errors import CodegenError
 from patcher.source.definitions import is_accessor
 from patcher.source.reading import is_of_config
 from patcher.source.renaming import renaming
-from patcher.source.scopes import bound_by, free_names, looks_misspelt, nearest, start_line
+from patcher.source.scopes import free_names, looks_misspelt, nearest, start_line
 from patcher.source.texts import Edit, Place, Text, definitions
 
 #: The name under which `modify_init` keeps the original `__init__`.
@@ -177,16 +177,10 @@ class ClassEdit:
         assert patch.source is not None
         draft, node = self.draft, patch.source.tree()
         assert not isinstance(node, ast.ClassDef)
-        parameters = [argument.arg for argument in node.args.args]
-        if len(parameters) < 2:
+        if len(node.args.args) < 2:
             raise patch.error(
                 "needs a function of (original_init, self, ...), and "
-                f"{node.name!r} takes {len(parameters)} positional argument(s). Add original_init in front."
-            )
-        init = parameters[0]
-        if any(init in bound_by(statement) for statement in node.body):
-            raise patch.error(
-                f"binds {init!r} anew, which calls the original __init__. Give the other variable another name."
+                f"{node.name!r} takes {len(node.args.args)} positional argument(s). Add original_init in front."
             )
         if not methods:
             raise patch.error(
@@ -200,10 +194,10 @@ class ClassEdit:
             )
 
         def edit(text: Text, function: Any) -> Iterator[Edit]:
-            first, second = function.args.args[:2]
-            yield Edit(text.span(first)[0], text.span(second)[0], "")
+            init, this = function.args.args[:2]
+            yield Edit(text.span(init)[0], text.span(this)[0], "")
             try:
-                yield from renaming(text, {init: f"{self.name}.{ORIGINAL_INIT}"}, function)
+                yield from renaming(text, {init.arg: f"{self.name}.{ORIGINAL_INIT}"}, parameter=init)
             except CodegenError as error:
                 raise patch.error(f"can't call the original __init__: {error}") from None
 
