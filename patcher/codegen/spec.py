@@ -115,6 +115,11 @@ class Patch:
             return self.where
         return Location(self.source.file, self.source.line + self.source.tree().lineno - 1)
 
+    @property
+    def code(self) -> str:
+        """The text of the replacement, "" for an `External`."""
+        return "" if self.source is None else self.source.text
+
     def error(self, text: str) -> CodegenError:
         """Return an error with the line and the call that created the patch."""
         return CodegenError(f"{self.where}: {self.call} {text}")
@@ -245,6 +250,16 @@ class Helper:
         """The name in the file, like that of the class or function itself."""
         return self.source.name
 
+    @property
+    def call(self) -> str:
+        """What messages call it."""
+        return f"the helper {self.__name__!r}"
+
+    @property
+    def code(self) -> str:
+        """Its text."""
+        return self.source.text
+
     @classmethod
     def of(cls, obj: Any, after: str = "") -> Helper:
         """Return the helper for a class or function, for the text of one, or of another config."""
@@ -261,6 +276,10 @@ class Block:
     code: str
     description: str
     where: Location
+    # What patches and helpers have.
+    call = "the text given to add_post_import_block"
+    source = None
+    name_map = ()
 
     @classmethod
     def of(cls, block: Block | str) -> Block:

@@ -17,10 +17,8 @@ from patcher.source.reading import Location, parsed
 from patcher.source.scopes import (
     Definition,
     ImportedName,
-    bound_by,
     bound_name,
     bound_names,
-    imported_names,
     nearest,
     start_line,
     statements_of,
@@ -29,10 +27,8 @@ from patcher.source.scopes import (
 from patcher.source.texts import Edit, Place, Text, applied, definitions, places, removals, without
 
 _SPACE = r"(?:\s|\\\r?\n)*"
-_RELATIVE = re.compile(
-    rf"from(?P<before>{_SPACE})(?:\.{_SPACE})*\.(?P<dots>{_SPACE})(?P<name>[^\W\d]\w*(?:{_SPACE}\.{_SPACE}[^\W\d]\w*)*)?"
-    rf"(?P<behind>{_SPACE})\bimport\b"
-)
+#: A relative import up to its names, which may be continued on other lines.
+_RELATIVE = re.compile(rf"from(?P<before>{_SPACE})(?P<module>\.[\w.\s\\]*?)(?P<behind>{_SPACE})\bimport\b")
 
 
 # --- omissions ------------------------------------------------------------------------------------------------------
@@ -74,29 +70,15 @@ def _without_aliases(text: Text, node: ast.stmt, removed: Collection[ast.alias])
 
 def _replaced_guards(draft: Draft, imports: Collection[ast.stmt]) -> set[ast.stmt]:
     """Return the guards that without the dropped imports only bind fallbacks, for names that the config binds."""
-    added, tree = draft.config.added_names() & draft.config.dropped.keys(), draft.text.tree
-    if not added:
-        return set()
-    rest = applied(draft.text.text, [*draft.edits, *removals(draft.text, imports, tree.body, tree)])
-    guards = set[ast.stmt]()
-    for node, remaining in zip((node for node in tree.body if node not in imports), ast.parse(rest).body, strict=True):
-        names = bound_by(remaining) if isinstance(node, ast.If | ast.Try) else set()
-        imported = imported_names(ast.Module([node], [])).keys()
-        if names and names <= added & imported and _only_binds_names(remaining):
+    config, guards = draft.config, set[ast.stmt]()
+    replaced = config.added_names() & config.dropped.keys()
+    for node in draft.text.tree.body if replaced else ():
+        inner = [place for place in places([node], node) if not isinstance(place.node, ast.If | ast.Try | ast.Pass)]
+        fallbacks = [place for place in inner if place.node not in imports]
+        has_import = len(fallbacks) < len(inner)
+        if has_import and fallbacks and all(place.bound_name in replaced for place in fallbacks):
             guards.add(node)
     return guards
-
-
-def _only_binds_names(guard: ast.stmt) -> bool:
-    """Whether the statements of a guard have no effect except on names."""
-    for node in top_level([guard]):
-        is_assignment = isinstance(node, ast.Assign | ast.AnnAssign)
-        if not is_assignment and not isinstance(node, ast.If | ast.Try | ast.Pass | ast.FunctionDef | ast.ClassDef):
-            return False
-        targets = (part for part in ast.walk(node) if isinstance(part, ast.Attribute | ast.Subscript))
-        if is_assignment and any(isinstance(target.ctx, ast.Store) for target in targets):
-            return False
-    return True
 
 
 def _excluded(draft: Draft) -> set[ast.stmt]:
@@ -206,7 +188,6 @@ def absolute_imports(draft: Draft) -> Iterator[Edit]:
         assert match is not None
         relative = "." * node.level + (node.module or "")
         name = absolute_name(relative, source.package, source.name, draft.config.where)
-        behind = match["behind"] if node.module else match["dots"] + match["behind"]  # "" is valid after a dot
         written = text.text[match.end() : end]
         dropped = draft.config.dropped if node in at_top else ()
         names = [ast.unparse(alias) for alias in node.names if bound_name(alias) not in dropped]
@@ -215,7 +196,10 @@ def absolute_imports(draft: Draft) -> Iterator[Edit]:
             between = text.line_break(node.lineno) + text.indent(node.lineno)
             yield Edit(start, end, between.join(import_by_line(name, names)))
         else:
-            yield Edit(start, match.end(), f"from{match['before'] or ' '}{name}{behind or ' '}import")
+            # Spaces aren't needed around dots.
+            yield Edit(
+                *match.span("module"), f"{'' if match['before'] else ' '}{name}{'' if match['behind'] else ' '}"
+            )
 
 
 def absolute_name(relative: str, package: str, source: str, where: Location) -> str:
