@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import os
 import re
 import shutil
@@ -143,26 +142,20 @@ def run_ruff(text: str, name: str, where: Location) -> str:
 
 
 def replace_all(files: Mapping[Path, bytes], where: Location) -> None:
-    """Write temporary files first, then rename them: a reader sees the old or the new text, never a part."""
-    staged: list[tuple[str, Path]] = []
+    """Write files of one folder, all or none. Temporary ones are renamed: a reader never sees a part of a text."""
+    folder = next(iter(files)).parent
     try:
-        for path, data in files.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-            staged.append((name, path))
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            mask = os.umask(0)  # can only be read by setting it
-            os.umask(mask)
-            Path(name).chmod(path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~mask)
-        for name, path in staged:
-            Path(name).replace(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".") as scratch:
+            staged = {path: Path(scratch, path.name) for path in files}
+            for path, temporary in staged.items():
+                temporary.write_bytes(files[path])
+                if path.exists():
+                    shutil.copymode(path, temporary)
+            for path, temporary in staged.items():
+                temporary.replace(path)
     except OSError as error:
         raise CodegenError(f"{where}: {error.filename or 'the file'} can't be written: {error.strerror}") from error
-    finally:
-        for name, _ in staged:
-            with contextlib.suppress(FileNotFoundError):
-                Path(name).unlink()
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
