@@ -116,15 +116,9 @@ def unwrap(obj: Any) -> Any:
 
     A wrapper that a config decorates is returned itself.
     """
-    while True:
-        if isinstance(obj, (staticmethod, classmethod)):
-            obj = obj.__func__
-        elif isinstance(obj, property) and obj.fget is not None:
-            obj = obj.fget
-        elif inspect.isclass(obj) or not hasattr(obj, "__wrapped__") or _is_decorated(obj):
-            return obj
-        else:
-            obj = obj.__wrapped__
+    if isinstance(obj, property) and obj.fget is not None:
+        obj = obj.fget
+    return inspect.unwrap(obj, stop=lambda wrapper: inspect.isclass(wrapper) or _is_decorated(wrapper))
 
 
 def _is_decorated(function: Any) -> bool:
