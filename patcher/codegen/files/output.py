@@ -49,7 +49,7 @@ def write(config: PatchSpec, output_dir: Folder = None, diff: bool = False, *, f
     Raises:
         CodegenError: if it can't be generated; then no file is changed.
     """
-    return write_generated(build(config), output_folder(config, output_dir), diff=diff, formatted=formatted)
+    return write_generated(build_formatted(config, formatted), output_folder(config, output_dir), diff=diff)
 
 
 class ModelingCodeGenerator:
@@ -81,19 +81,26 @@ class ModelingCodeGenerator:
         return generated.text
 
 
-def write_generated(generated: Generated, folder: Path, *, formatted: bool, diff: bool = False) -> Path:
+def build_formatted(config: PatchSpec, formatted: bool) -> Generated:
+    """Return a generated file as it is written."""
+    generated = build(config)
+    return (
+        replace(generated, text=run_ruff(generated.text, config.target_file, config.where)) if formatted else generated
+    )
+
+
+def write_generated(generated: Generated, folder: Path, *, diff: bool = False) -> Path:
     """Write the generated file and its diff, both or none."""
     path = folder / generated.config.target_file
-    replace_all(files_of(generated, path, diff=diff, formatted=formatted), generated.config.where)
+    replace_all(files_of(generated, path, diff=diff), generated.config.where)
     return path
 
 
-def files_of(generated: Generated, path: Path, *, formatted: bool, diff: bool = False) -> dict[Path, bytes]:
+def files_of(generated: Generated, path: Path, *, diff: bool = False) -> dict[Path, bytes]:
     """Return the contents of the generated file, and of its diff if it is requested or exists on disk."""
-    text = final_text(generated, formatted=formatted)
-    files = {path: text.encode()}
+    files = {path: generated.text.encode()}
     if diff or diff_path(path).is_file():
-        files[diff_path(path)] = unified_diff(generated, text).encode()
+        files[diff_path(path)] = unified_diff(generated).encode()
     return files
 
 
@@ -115,16 +122,10 @@ def diff_path(path: Path) -> Path:
     return path.with_suffix(".diff")
 
 
-def final_text(generated: Generated, *, formatted: bool) -> str:
-    """Return the text as it is written."""
-    text, config = generated.text, generated.config
-    return run_ruff(text, config.target_file, config.where) if formatted else text
-
-
-def unified_diff(generated: Generated, text: str) -> str:
+def unified_diff(generated: Generated) -> str:
     """Return the diff from the original to the generated text."""
     names = f"a/{generated.source.relative_path}", f"b/{generated.config.target_file}"
-    return diff_of(generated.source.text, text, *names)
+    return diff_of(generated.source.text, generated.text, *names)
 
 
 def run_ruff(text: str, name: str, where: Location) -> str:
@@ -266,11 +267,11 @@ def _check_one(label: str, config: PatchSpec, fix: bool, output_dir: Folder, for
         path = folder / config.target_file
         changes = changed_originals(config, path)
         result = replace(result, path=path, originals=changes)
-        generated = build(config)
-        drift = "".join(_drift(files_of(generated, path, formatted=formatted)))
+        generated = build_formatted(config, formatted)
+        drift = "".join(_drift(files_of(generated, path)))
         fixed = bool(drift and fix and not changes)
         if fixed:
-            write_generated(generated, folder, formatted=formatted)
+            write_generated(generated, folder)
     except CodegenError as error:
         return replace(result, error=str(error))
     return replace(result, drift=drift, fixed=fixed)
