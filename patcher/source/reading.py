@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from patcher.errors import CodegenError, PatcherWarning, calling_frame
-from patcher.source.scopes import Definition, start_line
+from patcher.source.scopes import Definition, start_line, statements_of
 from patcher.source.texts import dedented, indent_of
 
 #: The methods of configs that decorate definitions, which are copied without them.
@@ -98,11 +98,6 @@ def file_tree(file: str) -> ast.Module:
         return parsed("".join(linecache.getlines(file)) if file else "")
     except SyntaxError:
         return ast.Module([], [])
-
-
-@functools.lru_cache(maxsize=8)
-def _definitions(tree: ast.Module) -> tuple[Definition, ...]:
-    return tuple(node for node in ast.walk(tree) if isinstance(node, Definition))
 
 
 def is_of_config(decorator: ast.expr) -> bool:
@@ -212,7 +207,7 @@ def _methods(cls: type) -> Iterator[types.FunctionType]:
 
 def _definition_of(obj: Any, name: str, tree: ast.Module) -> Definition | None:
     """Return the definition of an object in its file, None if it is unknown which one it is."""
-    candidates = [node for node in _definitions(tree) if node.name == name]
+    candidates = [node for node in statements_of(tree, ast.stmt) if isinstance(node, Definition) and node.name == name]
     if not inspect.isclass(obj):
         line = obj.__code__.co_firstlineno
         functions = (node for node in candidates if not isinstance(node, ast.ClassDef) and start_line(node) == line)
