@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -11,7 +10,7 @@ from pathlib import PurePath
 from typing import Any, Self, SupportsIndex, TypeVar
 
 from patcher.errors import CodegenError
-from patcher.source.reading import Location, Source, caller, caller_module, read_source
+from patcher.source.reading import Location, Source, caller, caller_module, given_code, read_source
 from patcher.source.scopes import bound_names
 
 T = TypeVar("T")
@@ -286,16 +285,10 @@ class Block:
         """Return the block for a text, or of another config."""
         if isinstance(block, Block):
             return block
-        where, call = caller(), "add_post_import_block"
-        code = textwrap.dedent(block.replace("\r\n", "\n")).strip("\n")
-        try:
-            is_empty = not ast.parse(code).body
-        except SyntaxError as error:
-            raise CodegenError(
-                f"{where}: the text given to {call} does not parse: {error.msg}, on line {error.lineno} of it."
-            ) from error
-        if is_empty:
-            raise CodegenError(f"{where}: the text given to {call} holds no statement.")
+        where = caller()
+        code, tree = given_code(block, "add_post_import_block", where)
+        if not tree.body:
+            raise CodegenError(f"{where}: {cls.call} holds no statement.")
         return cls(code, "", where)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from patcher.errors import CodegenError, PatcherWarning, calling_frame
 from patcher.source.scopes import Definition, start_line, statements_of
-from patcher.source.texts import dedented, indent_of
+from patcher.source.texts import Text, dedented
 
 #: The methods of configs that decorate definitions, which are copied without them.
 _DECORATORS = ("replace_class", "replace_function", "override_method", "modify_init", "add_helper", "add_helper_after")
@@ -170,23 +170,29 @@ def read_source(obj: Any, call: str, where: Location) -> Source:
             "If the file was edited since, start again; if the class is defined twice, give one a name of its own; "
             "if it was made by type(), write it as a definition."
         )
-    return _source_of(node, lines, file)
+    return _source_of(node, Text("".join(lines), tree), file)
 
 
-def _from_text(text: str, call: str, where: Location) -> Source:
-    text = textwrap.dedent(text.replace("\r\n", "\n")).strip("\n") + "\n"
+def given_code(text: str, call: str, where: Location) -> tuple[str, ast.Module]:
+    """Return a text given to a call of the config without its indentation, and its syntax tree."""
+    text = textwrap.dedent(text.replace("\r\n", "\n")).strip("\n")
     try:
-        body = ast.parse(text).body
+        return text, ast.parse(text)
     except SyntaxError as error:
         raise CodegenError(
             f"{where}: the text given to {call} does not parse: {error.msg}, on line {error.lineno} of it."
         ) from error
-    if len(body) != 1 or not isinstance(body[0], Definition):
+
+
+def _from_text(text: str, call: str, where: Location) -> Source:
+    text, tree = given_code(text, call, where)
+    node, *others = tree.body or [ast.Pass()]
+    if others or not isinstance(node, Definition):
         raise CodegenError(
             f"{where}: the text given to {call} must be one class or one function and nothing else. "
             "Imports go to add_import, other code to add_post_import_block."
         )
-    return _source_of(body[0], text.splitlines(keepends=True), "")
+    return _source_of(node, Text(text, tree), "")
 
 
 def _class_file(cls: type) -> str:
@@ -220,17 +226,10 @@ def _definition_of(obj: Any, name: str, tree: ast.Module) -> Definition | None:
     return classes[0] if len(classes) == 1 else None
 
 
-def _source_of(node: Definition, lines: list[str], file: str) -> Source:
+def _source_of(node: Definition, text: Text, file: str) -> Source:
     """Return the lines of a definition, with the comments right above it and those that end its body."""
-    start, end = start_line(node), node.end_lineno or node.lineno
-    indent = indent_of(lines[start - 1])
-    while start > 1 and lines[start - 2].startswith(indent + "#"):
+    start = start_line(node)
+    while start > 1 and text.lines[start - 2].startswith(text.indent(node.lineno) + "#"):
         start -= 1
-    width = len(indent.expandtabs())
-    for number, line in enumerate(lines[end:], end + 1):
-        if line.strip() and not (line.lstrip().startswith("#") and len(indent_of(line).expandtabs()) > width):
-            break
-        end = number if line.strip() else end
-    text = "".join(lines[start - 1 : end])
-    text = dedented(text if text.endswith("\n") else text + "\n")
-    return Source(node.name, text, file, start, isinstance(node, ast.ClassDef))
+    code = text.text[text.start_of(start) : text.end_of(text.last_line(node))]
+    return Source(node.name, dedented(code + "\n"), file, start, isinstance(node, ast.ClassDef))
