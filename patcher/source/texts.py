@@ -244,23 +244,23 @@ class Place(NamedTuple):
         return next((index for index, line in enumerate(lines) if line), len(lines))
 
 
-def places(block: list[ast.stmt], owner: Any) -> Iterator[Place]:
-    """Yield the statements of a block and of the `if`, `try`, `with` and loops in it, but not of definitions."""
-    for node in block:
-        yield Place(node, block, owner)
-        if not isinstance(node, Definition):
-            for inner, head in inner_blocks(node):
-                yield from places(inner, head)
+def places(owner: Any) -> Iterator[Place]:
+    """Yield the statements of a module, a class or a guard, and of the `if`, `try`, `with` and loops in it."""
+    for block, head in inner_blocks(owner):
+        for node in block:
+            yield Place(node, block, head)
+            if not isinstance(node, Definition):
+                yield from places(node)
 
 
-def definitions(block: list[ast.stmt], owner: Any) -> list[Place]:
+def definitions(owner: Any) -> list[Place]:
     """Return the classes and functions among `places`."""
-    return [place for place in places(block, owner) if isinstance(place.node, Definition)]
+    return [place for place in places(owner) if isinstance(place.node, Definition)]
 
 
-def removals(text: Text, removed: Collection[ast.stmt], block: list[ast.stmt], owner: Any) -> Iterator[Edit]:
+def removals(text: Text, removed: Collection[ast.stmt]) -> Iterator[Edit]:
     """Yield the edits that remove statements and the comments above them; an emptied block becomes `pass`."""
-    for place in [place for place in places(block, owner) if place.node in removed]:
+    for place in [place for place in places(text.tree) if place.node in removed]:
         is_emptied = not isinstance(place.owner, ast.Module) and all(node in removed for node in place.block)
         start, end = text.span(place.node)
         if is_emptied and place.node is place.block[0]:

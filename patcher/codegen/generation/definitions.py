@@ -100,7 +100,7 @@ class ClassEdit:
     def __init__(self, place: Place, draft: Draft) -> None:
         assert isinstance(place.node, ast.ClassDef)
         self.place, self.node, self.draft = place, place.node, draft
-        self.name, self.members = place.name, definitions(self.node.body, self.node)
+        self.name, self.members = place.name, definitions(self.node)
         #: whether the body is on the line of the `class` statement
         self.in_line = draft.text.is_in_line(self.node)
         indent = draft.text.indent(start_line(self.node.body[0]))

@@ -72,7 +72,7 @@ class Draft:
         calls = []
         if name in self.imported and name not in self.config.dropped:
             calls.append(f"config.drop_import_names({name!r})")
-        is_defined = any(place.bound_name == name for place in places(self.text.tree.body, self.text.tree))
+        is_defined = any(place.bound_name == name for place in places(self.text.tree))
         if is_defined and name not in self.config.excluded:
             calls.append(f"config.exclude_from_output({name!r})")
         return f", or leave the original out: {' and '.join(calls)}" if calls else ""

@@ -72,11 +72,11 @@ def build(config: PatchSpec) -> Generated:
             f"{error.lineno}."
         ) from error
     draft = Draft(config, source, Text(source.text, original))
-    removed_imports = remove(draft)
+    remove(draft)
     imports = added_imports(draft)
     draft.edits += dropped_decorators(draft)
     _patch_definitions(draft)
-    insert(draft, imports, removed_imports)
+    insert(draft, imports)
 
     text, orphans = applied(source.text, [*absolute_imports(draft), *draft.edits]), tuple[str, ...]()
     if draft.edits:
@@ -92,7 +92,7 @@ def build(config: PatchSpec) -> Generated:
 def _patch_definitions(draft: Draft) -> None:
     """Patch the definitions of the top level."""
     config, tree = draft.config, draft.text.tree
-    places = [place for place in definitions(tree.body, tree) if place.node not in draft.removed]
+    places = [place for place in definitions(tree) if place.node not in draft.removed]
     by_name: dict[str, list[Patch]] = {place.name: [] for place in places}
     for patch in config.patches:
         name = patch.target.split(".")[0]

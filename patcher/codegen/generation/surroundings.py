@@ -24,7 +24,7 @@ from patcher.source.scopes import (
     statements_of,
     top_level,
 )
-from patcher.source.texts import Edit, Place, Text, applied, definitions, places, removals, without
+from patcher.source.texts import Edit, Place, Text, applied, places, removals, without
 
 _SPACE = r"(?:\s|\\\r?\n)*"
 #: A relative import up to its names, which may be continued on other lines.
@@ -34,8 +34,8 @@ _RELATIVE = re.compile(rf"from(?P<before>{_SPACE})(?P<module>\.[\w.\s\\]*?)(?P<b
 # --- omissions ------------------------------------------------------------------------------------------------------
 
 
-def remove(draft: Draft) -> set[ast.stmt]:
-    """Remove the imports that a config drops and the definitions that it excludes; returns the removed imports."""
+def remove(draft: Draft) -> None:
+    """Remove the imports that a config drops and the definitions that it excludes."""
     config, text = draft.config, draft.text
     tree = text.tree
     for name, where in config.dropped.items():
@@ -44,19 +44,17 @@ def remove(draft: Draft) -> set[ast.stmt]:
             problem = f"drop_import_names({name!r}) names nothing that {config.source_module} imports. "
             where.warn(problem + nearest(name, draft.imported))
     imports = set[ast.stmt]()
-    for place in places(tree.body, tree):
+    for place in places(text.tree):
         aliases = _aliases(place.node)
         dropped = [alias for alias in aliases if bound_name(alias) in config.dropped and alias.name != "*"]
         if aliases and len(dropped) == len(aliases):
             imports.add(place.node)
         elif dropped:
             draft.edits += _without_aliases(text, place.node, dropped)
-    guards = _replaced_guards(draft, imports)
-    draft.removed = imports | _excluded(draft) | guards
-    draft.edits += removals(text, draft.removed, tree.body, tree)
+    draft.removed = imports | _excluded(draft) | _replaced_guards(draft, imports)
+    draft.edits += removals(text, draft.removed)
     is_changed = config.dropped or config.excluded
     draft.bound = set(bound_names(ast.parse(applied(text.text, draft.edits)) if is_changed else tree))
-    return imports
 
 
 def _aliases(node: ast.stmt) -> list[ast.alias]:
@@ -72,8 +70,8 @@ def _replaced_guards(draft: Draft, imports: Collection[ast.stmt]) -> set[ast.stm
     """Return the guards that without the dropped imports only bind fallbacks, for names that the config binds."""
     config, guards = draft.config, set[ast.stmt]()
     replaced = config.added_names() & config.dropped.keys()
-    for node in draft.text.tree.body if replaced else ():
-        inner = [place for place in places([node], node) if not isinstance(place.node, ast.If | ast.Try | ast.Pass)]
+    for node in (node for node in draft.text.tree.body if replaced and isinstance(node, ast.If | ast.Try)):
+        inner = [place for place in places(node) if not isinstance(place.node, ast.If | ast.Try | ast.Pass)]
         fallbacks = [place for place in inner if place.node not in imports]
         has_import = len(fallbacks) < len(inner)
         if has_import and fallbacks and all(place.bound_name in replaced for place in fallbacks):
@@ -85,7 +83,7 @@ def _excluded(draft: Draft) -> set[ast.stmt]:
     """Return the excluded statements, and remove their names from `__all__`."""
     config, text = draft.config, draft.text
     removed, bindings = set[ast.stmt](), dict[str, list[ast.stmt]]()
-    for place in places(text.tree.body, text.tree) if config.excluded else ():
+    for place in places(text.tree) if config.excluded else ():
         if place.bound_name:
             bindings.setdefault(place.bound_name, []).append(place.node)
     patched = {patch.target.split(".")[0]: patch for patch in config.patches}
@@ -275,8 +273,8 @@ def _is_same(imported: ImportedName, source: str, module: str, attribute: str) -
 # --- additions ------------------------------------------------------------------------------------------------------
 
 
-def insert(draft: Draft, imports: Sequence[Import], removed_imports: Collection[ast.stmt]) -> None:
-    """Insert imports, blocks, helpers and endings at their places, which removed imports don't determine."""
+def insert(draft: Draft, imports: Sequence[Import]) -> None:
+    """Insert imports, blocks, helpers and endings at their places."""
     text, body, config = draft.text, draft.text.tree.body, draft.config
     helpers: dict[str, list[Helper]] = {}
     for helper in config.helpers:
@@ -291,7 +289,7 @@ def insert(draft: Draft, imports: Sequence[Import], removed_imports: Collection[
     for block in config.blocks:
         top.append(["", "# [ADDED CODE]", *comments(why(block.description)), *block.code.split("\n")])
     top += _helper_lines(helpers, "", draft)
-    anchor = _last_import(draft, removed_imports)
+    anchor = _last_import(draft)
     remaining = [node for node in body if node not in draft.removed]
 
     def after(node: ast.stmt) -> list[ast.stmt]:
@@ -301,10 +299,10 @@ def insert(draft: Draft, imports: Sequence[Import], removed_imports: Collection[
     if anchor is not None and top:
         draft.behind[anchor] = [*top, *draft.behind.get(anchor, [])]
     outermost = {
-        place.name: node
-        for node in body
-        for place in definitions([node], text.tree)
-        if place.node not in draft.removed
+        part.name: node
+        for node in remaining
+        for part in top_level([node])
+        if isinstance(part, Definition) and part not in draft.removed
     }
     names = {helper.__name__ for helper in config.helpers}
     for name in (name for name in helpers if name and name not in names):
@@ -327,15 +325,15 @@ def insert(draft: Draft, imports: Sequence[Import], removed_imports: Collection[
         draft.edits.insert(0, Edit(position, position, code))
 
 
-def _last_import(draft: Draft, removed_imports: Collection[ast.stmt]) -> ast.stmt | None:
+def _last_import(draft: Draft) -> ast.stmt | None:
     """Return the last statement with an import above all definitions, else the docstring, else None."""
-    last, tree = None, draft.text.tree
-    for index, node in enumerate(tree.body):
+    last = None
+    for index, node in enumerate(draft.text.tree.body):
         if isinstance(node, Definition):
             break
         is_docstring = index == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        nodes = (place.node for place in places([node], tree) if place.node not in removed_imports)
-        if is_docstring or any(isinstance(nested, ast.Import | ast.ImportFrom) for nested in nodes):
+        imports = (part for part in top_level([node]) if isinstance(part, ast.Import | ast.ImportFrom))
+        if is_docstring or any(part not in draft.removed for part in imports):
             last = node
     return last
 
