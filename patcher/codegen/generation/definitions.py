@@ -201,8 +201,7 @@ class ClassEdit:
             except CodegenError as error:
                 raise patch.error(f"can't call the original __init__: {error}") from None
 
-        undecorated = [method for method in methods if not getattr(method.node, "decorator_list", ())]
-        for method in undecorated or methods:
+        for method in methods:
             indent, start = draft.indent(method.node), draft.text.start_of(start_line(method.node))
             note = f"{indent}# The __init__ of the original, called by the patched one below.{draft.source.newline}"
             draft.insert(start, note)
