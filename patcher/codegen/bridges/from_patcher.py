@@ -110,7 +110,8 @@ class _Description(NamedTuple):
         for key in (group[0] for group in groups if used.isdisjoint(group)):
             raise self.described.error(
                 f"no class of {self.text.module.__name__} matches the class key {key!r}. {nearest(key, classes)} "
-                "A generated file holds the classes of one module: for a class of another one call from_patcher() with a model of that module."
+                "A generated file holds the classes of one module: for a class of another one call from_patcher() "
+                "with a model of that module."
             )
         return {name: match.value for name, match in matches.items()}
 

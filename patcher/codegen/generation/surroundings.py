@@ -154,8 +154,7 @@ def without_orphans(config: PatchSpec, text: str, original: ast.Module) -> tuple
             continue
         statement = "".join(file.lines[node.lineno - 1 : node.end_lineno])
         rest = described.replace(statement, "", 1)
-        # A whole word, written so that the search is as fast as that of a string.
-        names = {name for name in names if not re.search(rf"{name}(?<=\b{name})\b", rest)}
+        names = {name for name in names if not re.search(rf"\b{name}\b", rest)}
         if not names or "noqa" in statement:
             continue
         orphans |= names
