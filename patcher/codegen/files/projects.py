@@ -49,9 +49,9 @@ def read_settings(start: str | os.PathLike[str] | None = None) -> Settings:
         tools = tomllib.loads(file.read_text("utf-8")).get("tool", {})
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise CodegenError(f"{file}: the project's settings can't be read: {error}") from error
-    tables = [("patcher.codegen", tools.get("patcher", {}).get("codegen")), ("patchgen", tools.get("patchgen"))]
-    name, table = next((pair for pair in tables if pair[1]), ("patcher.codegen", {}))
-    section = f"[tool.{name}]"
+    tables = {"patcher.codegen": tools.get("patcher", {}).get("codegen", {}), "patchgen": tools.get("patchgen", {})}
+    name = next((name for name, table in tables.items() if table), "patcher.codegen")
+    table, section = tables[name], f"[tool.{name}]"
     if unknown := sorted(set(table) - _SECTIONS[name]):
         raise CodegenError(f"{file}: {section} has no setting {unknown[0]!r}. It has search_root and format.")
     roots = table.get("search_root", ".")
