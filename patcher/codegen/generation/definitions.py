@@ -33,7 +33,6 @@ def replace_definition(patch: Patch, place: Place, draft: Draft) -> None:
     if patch.target_kind is wrong:
         raise patch.error(f"does not fit: {patch.target!r} is a {kind} in {draft.source.name}. {fix}")
     box = marker(f"[PATCHED {kind.upper()}] {patch.target}", why(patch.description), *draft.origin(patch))
-    draft.patches.append(patch)
     name, indent = node.name, draft.indent(node)
     original = ""
     if not isinstance(patch.replacement, External):
@@ -106,25 +105,19 @@ class ClassEdit:
         indent = draft.text.indent(start_line(self.node.body[0]))
         self.indent = draft.indent(self.node) + "    " if self.in_line else indent
         self.added: list[list[str]] = []
-        #: index among the members, name and patch of each patched method
-        self.patched: list[tuple[int, str, Patch]] = []
 
     def apply(self, patches: Sequence[Patch]) -> None:
         """Patch the methods, and list them in a comment above the class."""
-        for patch in patches:
-            is_init = patch.kind is PatchKind.MODIFY_INIT
-            name = "__init__" if is_init else patch.target.partition(".")[2]
+        named = [(patch.definition.rpartition(".")[2], patch) for patch in patches]
+        for name, patch in named:
             # All definitions of the name, as in the branches of an `if`, without accessors.
             methods = [member for member in self.members if member.name == name and not is_accessor(member.node)]
-            (self._wrap_init if is_init else self._override)(patch, name, methods)
-            index = self.members.index(methods[0]) if methods else len(self.members)
-            self.patched.append((index, name, patch))
+            edit = self._wrap_init if patch.kind is PatchKind.MODIFY_INIT else self._override
+            edit(patch, name, methods)
         if self.added:
             self._add()
-        self.patched.sort(key=lambda entry: entry[0])
-        self.draft.patches += [patch for _, _, patch in self.patched]
-        title = f"Methods patched: {', '.join(name for _, name, _ in self.patched)}"
-        described = [(name, " ".join(patch.description.split())) for _, name, patch in self.patched]
+        title = f"Methods patched: {', '.join(name for name, _ in named)}"
+        described = [(name, " ".join(patch.description.split())) for name, patch in named]
         notes = [f"  {name}: {description}" for name, description in described if description]
         self.draft.put_above(self.place, marker(f"[MODIFIED CLASS] {self.name}", title, *notes))
 

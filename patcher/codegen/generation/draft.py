@@ -34,7 +34,6 @@ class Draft:
         bound: the names that the rest of the original binds at the top level.
         behind: statements of the top level, each with the groups of lines that are inserted after it.
         externals: how the file names each imported replacement.
-        patches: the patches in source order.
     """
 
     config: PatchSpec
@@ -45,7 +44,6 @@ class Draft:
     bound: set[str] = field(default_factory=set)
     behind: dict[ast.stmt, list[Sequence[str]]] = field(default_factory=dict)
     externals: dict[External, str] = field(default_factory=dict)
-    patches: list[Patch] = field(default_factory=list)
 
     # -- the original -------------------------------------------------------------------------------------------
 
