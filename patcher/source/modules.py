@@ -34,12 +34,6 @@ class SourceModule:
     text: str
 
     @property
-    def newline(self) -> str:
-        """The newline of most lines."""
-        windows = self.text.count("\r\n")
-        return "\r\n" if 2 * windows > self.text.count("\n") else "\n"
-
-    @property
     def relative_path(self) -> str:
         """The path relative to the folder that the module is imported from, with forward slashes."""
         depth = len(self.name.split("."))

@@ -114,18 +114,24 @@ class Edit(NamedTuple):
     text: str
 
 
+def newline_of(text: str) -> str:
+    """Return the newline of most lines of a text."""
+    return "\r\n" if 2 * text.count("\r\n") > text.count("\n") else "\n"
+
+
 def applied(text: str, edits: Iterable[Edit]) -> str:
-    """Return a text with edits applied. An edit inside of another one is dropped.
+    """Return a text with edits applied, whose newlines become those of the text. An edit inside of another is dropped.
 
     >>> applied("one two three", [Edit(4, 7, "2"), Edit(0, 0, "> "), Edit(5, 6, "lost")])
     '> one 2 three'
     """
-    parts, position = list[str](), 0
+    parts, position, newline = list[str](), 0, newline_of(text)
     for edit in sorted(edits, key=lambda edit: (edit.start, edit.start != edit.end, -edit.end)):
         if edit.start < position:
             assert edit.end <= position, f"edits overlap: {edit}"
             continue
-        parts += [text[position : edit.start], edit.text]
+        new = edit.text if newline == "\n" else edit.text.replace("\r\n", "\n").replace("\n", newline)
+        parts += [text[position : edit.start], new]
         position = edit.end
     return "".join([*parts, text[position:]])
 
@@ -163,11 +169,6 @@ class Text:
     def end_of(self, line: int) -> int:
         """Return the index at which a line ends, before its newline."""
         return self._starts[line - 1] + len(self.lines[line - 1].rstrip("\r\n"))
-
-    def line_break(self, line: int) -> str:
-        """Return the newline of a line."""
-        text = self.lines[line - 1]
-        return text[len(text.rstrip("\r\n")) :] or "\n"
 
     def indent(self, line: int) -> str:
         """Return the white space at the start of a line."""

@@ -196,7 +196,7 @@ class ClassEdit:
 
         for method in methods:
             indent, start = draft.indent(method.node), draft.text.start_of(start_line(method.node))
-            note = f"{indent}# The __init__ of the original, called by the patched one below.{draft.source.newline}"
+            note = f"{indent}# The __init__ of the original, called by the patched one below.\n"
             draft.insert(start, note)
             draft.rename(method.node, ORIGINAL_INIT)
             origin = [f"{indent}{line}" for line in comments(*draft.origin(patch))]
@@ -205,11 +205,11 @@ class ClassEdit:
     def _add(self) -> None:
         """Insert methods after the other members; an empty body, `...` or `pass`, is removed."""
         draft, text, body = self.draft, self.draft.text, self.node.body
-        newline, kept, above_first = draft.source.newline, [node for node in body if not _is_empty(node)], list[str]()
+        kept, above_first = [node for node in body if not _is_empty(node)], list[str]()
         if self.in_line:
             start, end = text.text.rindex(":", 0, text.span(body[0])[0]) + 1, text.span(body[-1])[1]
             code = text.text[text.span(kept[0])[0] : text.span(kept[-1])[1]] if kept else ""
-            draft.edits.append(Edit(start, end, f"{newline}{self.indent}{code}" if kept else ""))
+            draft.edits.append(Edit(start, end, f"\n{self.indent}{code}" if kept else ""))
             last = body[-1].end_lineno or 0
         else:
             for place in (Place(node, body, self.node) for node in body if node not in kept and text.is_alone(node)):

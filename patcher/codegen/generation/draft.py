@@ -87,12 +87,12 @@ class Draft:
 
     def insert_lines_after(self, line: int, lines: Iterable[str]) -> None:
         """Insert lines after a line."""
-        self.insert(self.text.end_of(line), "".join(f"{self.source.newline}{new_line}" for new_line in lines))
+        self.insert(self.text.end_of(line), "".join(f"\n{new_line}" for new_line in lines))
 
     def replace(self, node: ast.stmt, lines: Sequence[str]) -> None:
         """Replace a statement by lines."""
         start, end = self.text.start_of(start_line(node)), self.text.end_of(self.text.last_line(node))
-        self.edits.append(Edit(start, end, self.source.newline.join(lines)))
+        self.edits.append(Edit(start, end, "\n".join(lines)))
 
     def rename(self, node: Any, name: str) -> None:
         """Rename a definition where it is defined."""
@@ -105,7 +105,7 @@ class Draft:
             if text.lines[number - 1].lstrip().startswith("# Copied from"):
                 self.edits.append(Edit(text.start_of(number), text.start_of(number + 1), ""))
         position = text.start_of(start_line(place.node))
-        self.insert(position, "".join(f"{indent}{line}{self.source.newline}" for line in lines))
+        self.insert(position, "".join(f"{indent}{line}\n" for line in lines))
 
     def put_behind(self, place: Place, lines: Sequence[str]) -> None:
         """Insert lines right after a statement; at the top level, together with the others that follow it."""

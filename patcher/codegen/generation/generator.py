@@ -25,7 +25,7 @@ from patcher.source.definitions import decorator_name, decorators_of, find
 from patcher.source.modules import SourceModule, load
 from patcher.source.reading import parsed
 from patcher.source.scopes import nearest
-from patcher.source.texts import Place, Text, applied, definitions
+from patcher.source.texts import Place, Text, applied, definitions, newline_of
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def build(config: PatchSpec) -> Generated:
     warn_of_decorators(draft)
     text, methods = with_stock_conversions(draft, text)
     changes = changes_of(config, patches, draft.header_fingerprints, orphans, methods)
-    text = source.newline.join([*render_header(config, source, changes), without_banner(text)])
+    text = newline_of(source.text).join([*render_header(config, source, changes), without_banner(text)])
     return Generated(config, source, text, tuple(patches))
 
 

@@ -190,13 +190,11 @@ def absolute_imports(draft: Draft) -> Iterator[Edit]:
         names = [ast.unparse(alias) for alias in node.names if bound_name(alias) not in dropped]
         width = node.col_offset + len(f"from {name} import {', '.join(names)}")
         if names and width > WIDTH and text.is_alone(node) and "\n" not in written and "(" not in written:
-            between = text.line_break(node.lineno) + text.indent(node.lineno)
-            yield Edit(start, end, between.join(import_by_line(name, names)))
+            yield Edit(start, end, f"\n{text.indent(node.lineno)}".join(import_by_line(name, names)))
         else:
-            # Spaces aren't needed around dots.
-            yield Edit(
-                *match.span("module"), f"{'' if match['before'] else ' '}{name}{'' if match['behind'] else ' '}"
-            )
+            # Around dots no spaces are needed.
+            before, behind = ("" if match[part] else " " for part in ("before", "behind"))
+            yield Edit(*match.span("module"), f"{before}{name}{behind}")
 
 
 def absolute_name(relative: str, package: str, source: str, where: Location) -> str:
@@ -317,10 +315,10 @@ def insert(draft: Draft, imports: Sequence[Import]) -> None:
     for node, groups in draft.behind.items():
         draft.insert_lines_after(text.last_line(node), _separated(groups, next(iter(after(node)), None), draft))
     if anchor is None and top:
-        following, newline = remaining[0] if remaining else None, draft.source.newline
+        following = remaining[0] if remaining else None
         position = text.start_of(start_line(following)) if following is not None else len(text.text)
-        start = newline if position and not text.text[:position].endswith(("\n", "\r")) else ""
-        code = start + "".join(f"{line}{newline}" for line in _separated(top, following, draft))
+        start = "\n" if position and not text.text[:position].endswith(("\n", "\r")) else ""
+        code = start + "".join(f"{line}\n" for line in _separated(top, following, draft))
         draft.edits.insert(0, Edit(position, position, code))
 
 
