@@ -151,11 +151,7 @@ def _import_file(path: Path) -> ModuleType:
     while (root / "__init__.py").is_file():
         root, name = root.parent, f"{root.name}.{name}"
     with _on_path(root):
-        if Path(getattr(sys.modules.get(name), "__file__", None) or "") == path:
-            del sys.modules[name]
-        if root != path.parent:
-            return importlib.import_module(name)
-        # loaded by its path, as other folders may have a config of this name; imported by its name next to it
+        # By its path, as other folders may have a config of this name.
         loader = TextLoader(name, str(path))
         spec = importlib.util.spec_from_file_location(name, path, loader=loader)
         assert spec is not None
