@@ -143,7 +143,7 @@ def _patch_definitions(draft: Draft, patches: Iterable[Patch]) -> None:
             replace_definition(replacements[0], place, draft)
         elif isinstance(place.node, ast.ClassDef):
             ClassEdit(place, draft).apply(of_name)
-        elif not replacements:
+        else:
             raise of_name[0].error(
                 f"does not fit: {name!r} is a function in {draft.source.name}, and has no methods. "
                 f"Use replace_function({name!r})."

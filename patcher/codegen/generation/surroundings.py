@@ -348,10 +348,10 @@ def _separated(groups: Sequence[Sequence[str]], following: ast.stmt | None, draf
 def _check_blocks(draft: Draft, following: Sequence[ast.stmt]) -> None:
     """Raise a CodegenError if the following statements rebind a name of a block."""
     bound = [(block, name) for block in draft.config.blocks for name in bound_names(ast.parse(block.code))]
-    known = draft.bound | {helper.__name__ for helper in draft.config.helpers}
-    rebound = bound_names(ast.Module([*following], [])).keys() - draft.config.dropped if bound else set()
+    left_out = {*draft.config.dropped, *draft.config.excluded}
+    rebound = bound_names(ast.Module([*following], [])).keys() - left_out if bound else set()
     for block, name in bound:
-        if name in rebound and name in known:
+        if name in rebound:
             raise CodegenError(
                 f"{block.where}: the text given to add_post_import_block binds {name!r}, and {draft.source.name} "
                 f"binds it again further down. Rename it{draft.or_without(name)}."
