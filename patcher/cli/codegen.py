@@ -150,21 +150,20 @@ def _generate(config: PatchSpec, options: dict[str, Any], label: str, written: d
         written: file -> the label of its config, to detect two configs with one file.
     """
     from patcher.codegen.files.output import (
+        build_formatted,
         changed_originals,
         diff_path,
-        final_text,
         output_folder,
         unified_diff,
         write_generated,
     )
-    from patcher.codegen.generation.generator import build
     from patcher.source.texts import diff_of
 
     folder = output_folder(config, options["output_dir"])
     path = folder / config.target_file
     if label != written.setdefault(path, label):
         raise config.error(f"{path} is the file of {written[path]} already. Give one another target_file.")
-    generated = build(config)
+    generated = build_formatted(config, options["formatted"])
     if options["verbose"]:
         typer.echo(f"{generated.source.name} ({generated.source.version or 'no version'})")
         for patch in generated.patches:
@@ -174,18 +173,17 @@ def _generate(config: PatchSpec, options: dict[str, Any], label: str, written: d
             typer.echo(f"  add helper {helper.source.name}")
     if not options["dry_run"]:
         changed = changed_originals(config, path)
-        write_generated(generated, folder, diff=options["diff"], formatted=options["formatted"])
+        write_generated(generated, folder, diff=options["diff"])
         typer.echo(f"wrote {path}" + (f" and {diff_path(path).name}" if diff_path(path).is_file() else ""))
         for change in changed:
             typer.echo(f"taken over: what {change.call} at {change.where} patches has changed", err=True)
         return
-    text = final_text(generated, formatted=options["formatted"])
     if options["diff"]:
-        typer.echo(unified_diff(generated, text), nl=False)
+        typer.echo(unified_diff(generated), nl=False)
         return
     old = path.read_text("utf-8", "replace") if path.is_file() else ""
-    changes = diff_of(old, text, "on the disk", "generated", context=1)
+    changes = diff_of(old, generated.text, "on the disk", "generated", context=1)
     state = "create" if not path.is_file() else "change" if changes else "leave as it is"
-    typer.echo(f"would {state} {path} ({len(text.splitlines())} lines)")
+    typer.echo(f"would {state} {path} ({len(generated.text.splitlines())} lines)")
     if path.is_file():
         typer.echo(changes, nl=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -11,7 +10,7 @@ from pathlib import PurePath
 from typing import Any, Self, SupportsIndex, TypeVar
 
 from patcher.errors import CodegenError
-from patcher.source.reading import Location, Source, caller, caller_module, read_source
+from patcher.source.reading import Location, Source, caller, caller_module, given_code, read_source
 from patcher.source.scopes import bound_names
 
 T = TypeVar("T")
@@ -114,6 +113,11 @@ class Patch:
         if self.source is None or not self.source.file:
             return self.where
         return Location(self.source.file, self.source.line + self.source.tree().lineno - 1)
+
+    @property
+    def code(self) -> str:
+        """The text of the replacement, "" for an `External`."""
+        return "" if self.source is None else self.source.text
 
     def error(self, text: str) -> CodegenError:
         """Return an error with the line and the call that created the patch."""
@@ -245,6 +249,16 @@ class Helper:
         """The name in the file, like that of the class or function itself."""
         return self.source.name
 
+    @property
+    def call(self) -> str:
+        """What messages call it."""
+        return f"the helper {self.__name__!r}"
+
+    @property
+    def code(self) -> str:
+        """Its text."""
+        return self.source.text
+
     @classmethod
     def of(cls, obj: Any, after: str = "") -> Helper:
         """Return the helper for a class or function, for the text of one, or of another config."""
@@ -261,22 +275,20 @@ class Block:
     code: str
     description: str
     where: Location
+    # What patches and helpers have.
+    call = "the text given to add_post_import_block"
+    source = None
+    name_map = ()
 
     @classmethod
     def of(cls, block: Block | str) -> Block:
         """Return the block for a text, or of another config."""
         if isinstance(block, Block):
             return block
-        where, call = caller(), "add_post_import_block"
-        code = textwrap.dedent(block.replace("\r\n", "\n")).strip("\n")
-        try:
-            is_empty = not ast.parse(code).body
-        except SyntaxError as error:
-            raise CodegenError(
-                f"{where}: the text given to {call} does not parse: {error.msg}, on line {error.lineno} of it."
-            ) from error
-        if is_empty:
-            raise CodegenError(f"{where}: the text given to {call} holds no statement.")
+        where = caller()
+        code, tree = given_code(block, "add_post_import_block", where)
+        if not tree.body:
+            raise CodegenError(f"{where}: {cls.call} holds no statement.")
         return cls(code, "", where)
 
 

@@ -23,7 +23,7 @@ from patcher.errors import CodegenError
 from patcher.fusions.linear_patch_embedding import LinearPatchEmbedding
 from patcher.source.reading import Location, read_source, unwrap
 from patcher.source.scopes import start_line
-from patcher.source.texts import indented, moved
+from patcher.source.texts import indented
 
 #: Members that only pickle an object.
 _PICKLING = frozenset({"__reduce__", "__reduce_ex__"})
@@ -121,7 +121,7 @@ def _body_of(cls: type) -> _Body:
         source = read_source(cls, cls.__qualname__, Location("", 0))
     except CodegenError:
         return _without_source(cls)
-    body = _parsed(moved(source.text, source.indent, ""))
+    body = _parsed(source.text)
     # The docstrings of torch's layers are reference pages, too long for a diff.
     left_out = _PICKLING | ({_DOCSTRING} if _root(cls) == "torch" else set())
     return {name: member for name, member in body.items() if name not in left_out}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.abc
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -113,9 +112,9 @@ class _Loader(importlib.abc.Loader):
 # Python validates bytecode by the modification time and size of a file: if a file is rewritten within a second, stale
 # bytecode is run. So modules of a project are always compiled, and no bytecode is written into its folders.
 
-#: Folders of installed packages, and packages that may be installed in editable mode but aren't part of a project.
+#: Folders of installed packages, and packages that may be in a folder of a project but aren't part of it.
 _INSTALLED = {"site-packages", "dist-packages"}
-_LIBRARIES = {"patcher", "torch", "transformers"}
+_LIBRARIES = {"patcher", "torch", "transformers", *sys.stdlib_module_names}
 
 
 class TextLoader(SourceFileLoader):
@@ -141,7 +140,6 @@ def imported_from_text(*folders: Path) -> Iterator[None]:
 class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = [folder.resolve() for folder in folders]
-        self.standard = Path(os.__file__).resolve().parent
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name.partition(".")[0] in _LIBRARIES:
@@ -150,9 +148,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if spec is None or type(spec.loader) is not SourceFileLoader:
             return None
         file = Path(spec.loader.path).resolve()
-        if _INSTALLED.intersection(file.parts) or file.is_relative_to(self.standard):
-            return None
-        if not any(file.is_relative_to(folder) for folder in self.folders):
+        if _INSTALLED.intersection(file.parts) or not any(map(file.is_relative_to, self.folders)):
             return None
         spec.loader = TextLoader(name, spec.loader.path)
         return spec

@@ -34,12 +34,6 @@ class SourceModule:
     text: str
 
     @property
-    def newline(self) -> str:
-        """The newline of most lines."""
-        windows = self.text.count("\r\n")
-        return "\r\n" if 2 * windows > self.text.count("\n") else "\n"
-
-    @property
     def relative_path(self) -> str:
         """The path relative to the folder that the module is imported from, with forward slashes."""
         depth = len(self.name.split("."))
@@ -112,14 +106,12 @@ def read_python(path: Path) -> str:
 
 
 def _missing_part(name: str) -> str:
-    parts = name.split(".")
-    for depth in range(1, len(parts) + 1):
-        if find_spec(".".join(parts[:depth])) is None:
-            package, missing = ".".join(parts[: depth - 1]), parts[depth - 1]
-            spec = find_spec(package) if package else None
-            folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
-            names = {entry.stem for folder in folders if folder.is_dir() for entry in folder.iterdir()}
-            matches = difflib.get_close_matches(missing, sorted(names), 3)
-            inside = f" in {package}" if package else ""
-            return f"there is no {missing!r}{inside}" + (f" (nearest: {', '.join(matches)})" if matches else "")
-    return "there is no such module"
+    package, _, missing = name.rpartition(".")
+    while package and (spec := find_spec(package)) is None:
+        package, _, missing = package.rpartition(".")
+    if not package:
+        return f"there is no {missing!r}"
+    folders = map(Path, (spec and spec.submodule_search_locations) or [])
+    names = {entry.stem for folder in folders if folder.is_dir() for entry in folder.iterdir()}
+    matches = difflib.get_close_matches(missing, sorted(names), 3)
+    return f"there is no {missing!r} in {package}" + (f" (nearest: {', '.join(matches)})" if matches else "")

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from patcher.errors import CodegenError, PatcherWarning, calling_frame
-from patcher.source.scopes import Definition, start_line
-from patcher.source.texts import dedented, indent_of
+from patcher.source.scopes import Definition, start_line, statements_of
+from patcher.source.texts import Text, dedented
 
 #: The methods of configs that decorate definitions, which are copied without them.
 _DECORATORS = ("replace_class", "replace_function", "override_method", "modify_init", "add_helper", "add_helper_after")
@@ -62,10 +62,9 @@ class Source:
 
     Attributes:
         name: the name that the definition binds.
-        text: whole lines, newlines as `\\n`, with the indentation of the file.
+        text: whole lines without the indentation of the file, newlines as `\\n`.
         file: the file that it was read from, "" for a text given as a string.
         line: the number of the first line of `text` in that file.
-        indent: the indentation of the definition.
         is_class: whether it defines a class.
     """
 
@@ -73,7 +72,6 @@ class Source:
     text: str
     file: str
     line: int
-    indent: str
     is_class: bool
 
     def tree(self) -> Definition:
@@ -83,7 +81,7 @@ class Source:
 
 @functools.lru_cache(maxsize=256)  # each patch of a config is read by several checks
 def _definition_in(text: str) -> Definition:
-    (node,) = ast.parse(dedented(text)).body
+    (node,) = ast.parse(text).body
     assert isinstance(node, Definition)
     return node
 
@@ -102,11 +100,6 @@ def file_tree(file: str) -> ast.Module:
         return ast.Module([], [])
 
 
-@functools.lru_cache(maxsize=8)
-def _definitions(tree: ast.Module) -> tuple[Definition, ...]:
-    return tuple(node for node in ast.walk(tree) if isinstance(node, Definition))
-
-
 def is_of_config(decorator: ast.expr) -> bool:
     """Whether a decorator is that of a config, `@config.add_helper` or `@config.replace_class(...)`."""
     called = decorator.func if isinstance(decorator, ast.Call) else decorator
@@ -118,15 +111,9 @@ def unwrap(obj: Any) -> Any:
 
     A wrapper that a config decorates is returned itself.
     """
-    while True:
-        if isinstance(obj, (staticmethod, classmethod)):
-            obj = obj.__func__
-        elif isinstance(obj, property) and obj.fget is not None:
-            obj = obj.fget
-        elif inspect.isclass(obj) or not hasattr(obj, "__wrapped__") or _is_decorated(obj):
-            return obj
-        else:
-            obj = obj.__wrapped__
+    if isinstance(obj, property) and obj.fget is not None:
+        obj = obj.fget
+    return inspect.unwrap(obj, stop=lambda wrapper: inspect.isclass(wrapper) or _is_decorated(wrapper))
 
 
 def _is_decorated(function: Any) -> bool:
@@ -183,23 +170,29 @@ def read_source(obj: Any, call: str, where: Location) -> Source:
             "If the file was edited since, start again; if the class is defined twice, give one a name of its own; "
             "if it was made by type(), write it as a definition."
         )
-    return _source_of(node, lines, file)
+    return _source_of(node, Text("".join(lines), tree), file)
 
 
-def _from_text(text: str, call: str, where: Location) -> Source:
-    text = textwrap.dedent(text.replace("\r\n", "\n")).strip("\n") + "\n"
+def given_code(text: str, call: str, where: Location) -> tuple[str, ast.Module]:
+    """Return a text given to a call of the config without its indentation, and its syntax tree."""
+    text = textwrap.dedent(text.replace("\r\n", "\n")).strip("\n")
     try:
-        body = ast.parse(text).body
+        return text, ast.parse(text)
     except SyntaxError as error:
         raise CodegenError(
             f"{where}: the text given to {call} does not parse: {error.msg}, on line {error.lineno} of it."
         ) from error
-    if len(body) != 1 or not isinstance(body[0], Definition):
+
+
+def _from_text(text: str, call: str, where: Location) -> Source:
+    text, tree = given_code(text, call, where)
+    node, *others = tree.body or [ast.Pass()]
+    if others or not isinstance(node, Definition):
         raise CodegenError(
             f"{where}: the text given to {call} must be one class or one function and nothing else. "
             "Imports go to add_import, other code to add_post_import_block."
         )
-    return _source_of(body[0], text.splitlines(keepends=True), "")
+    return _source_of(node, Text(text, tree), "")
 
 
 def _class_file(cls: type) -> str:
@@ -220,7 +213,7 @@ def _methods(cls: type) -> Iterator[types.FunctionType]:
 
 def _definition_of(obj: Any, name: str, tree: ast.Module) -> Definition | None:
     """Return the definition of an object in its file, None if it is unknown which one it is."""
-    candidates = [node for node in _definitions(tree) if node.name == name]
+    candidates = [node for node in statements_of(tree, ast.stmt) if isinstance(node, Definition) and node.name == name]
     if not inspect.isclass(obj):
         line = obj.__code__.co_firstlineno
         functions = (node for node in candidates if not isinstance(node, ast.ClassDef) and start_line(node) == line)
@@ -233,17 +226,10 @@ def _definition_of(obj: Any, name: str, tree: ast.Module) -> Definition | None:
     return classes[0] if len(classes) == 1 else None
 
 
-def _source_of(node: Definition, lines: list[str], file: str) -> Source:
+def _source_of(node: Definition, text: Text, file: str) -> Source:
     """Return the lines of a definition, with the comments right above it and those that end its body."""
-    start, end = start_line(node), node.end_lineno or node.lineno
-    indent = indent_of(lines[start - 1])
-    while start > 1 and lines[start - 2].startswith(indent + "#"):
+    start = start_line(node)
+    while start > 1 and text.lines[start - 2].startswith(text.indent(node.lineno) + "#"):
         start -= 1
-    width = len(indent.expandtabs())
-    for number, line in enumerate(lines[end:], end + 1):
-        if line.strip() and not (line.lstrip().startswith("#") and len(indent_of(line).expandtabs()) > width):
-            break
-        end = number if line.strip() else end
-    text = "".join(lines[start - 1 : end])
-    text = text if text.endswith("\n") else text + "\n"
-    return Source(node.name, text, file, start, indent, isinstance(node, ast.ClassDef))
+    code = text.text[text.start_of(start) : text.end_of(text.last_line(node))]
+    return Source(node.name, dedented(code + "\n"), file, start, isinstance(node, ast.ClassDef))

@@ -17,22 +17,13 @@ N = TypeVar("N", bound=ast.AST)
 
 
 def statements_of(tree: ast.Module, kind: type[N]) -> list[N]:
-    """Return all statements of a type in a module, nested ones included, in source order."""
-    return [node for node in _statements(tree) if isinstance(node, kind)]
+    """Return all statements of a type in a module, nested ones included."""
+    return [node for node in _nodes(tree) if isinstance(node, kind)]
 
 
 @functools.lru_cache(maxsize=8)
-def _statements(tree: ast.Module) -> tuple[ast.AST, ...]:
-    return tuple(_nested_statements(tree.body))
-
-
-def _nested_statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """Yield the statements of a body and all nested ones: much faster than `ast.walk`, as it enters no expression."""
-    for node in body:
-        yield node
-        for field in ("body", "handlers", "cases", "orelse", "finalbody"):
-            block = getattr(node, field, ())
-            yield from _nested_statements(block if isinstance(block, list) else ())
+def _nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree))
 
 
 def start_line(node: ast.stmt) -> int:
@@ -89,6 +80,8 @@ def bound_name(node: ast.AST) -> str:
             return alias or name.partition(".")[0]
         case ast.MatchMapping(rest=name):
             return name or ""
+        case ast.arg(arg=name):
+            return name
     name = getattr(node, "name", None)  # of a definition, an `except` or a `case`
     return name if isinstance(name, str) else ""
 

@@ -34,26 +34,34 @@ def indent_of(line: str) -> str:
     return line[: len(line) - len(line.lstrip())]
 
 
-def moved(source: str, old: str, new: str, *, docstrings: bool = True) -> str:
-    """Return statements with another indentation. Strings keep every character.
+def dedented(source: str) -> str:
+    """Return a definition without its indentation. Strings keep every character, except docstrings.
 
-    >>> moved("    def f():\\n        pass", "    ", "")
+    >>> dedented("    def f():\\n        pass")
     'def f():\\n    pass'
-
-    Args:
-        source: their text, whole lines.
-        old: their indentation.
-        new: the new indentation.
-        docstrings: whether docstrings are reindented as well.
 
     Raises:
         SyntaxError: if the text isn't Python.
     """
+    old = indent_of(source)
+    return _moved(source, old, "") if old else source
+
+
+def indented(source: str, indent: str = "    ") -> str:
+    """Return statements with an indentation. Strings keep every character, except docstrings.
+
+    Raises:
+        SyntaxError: if the text isn't Python.
+    """
+    return _moved(source, "", indent)
+
+
+def _moved(source: str, old: str, new: str) -> str:
     head = ["if 1:"] if old else []
     lines = [*head, *source.split("\n")]
     tree = ast.parse("\n".join(lines))
     unchanged = in_strings(tree)
-    for node in ast.walk(tree) if docstrings else ():
+    for node in ast.walk(tree):
         if isinstance(node, Definition) and ast.get_docstring(node, clean=False) is not None:
             docstring = in_strings(node.body[0])
             if all(lines[number - 1].startswith(old) or not lines[number - 1].strip() for number in docstring):
@@ -62,17 +70,6 @@ def moved(source: str, old: str, new: str, *, docstrings: bool = True) -> str:
         if number not in unchanged and line.startswith(old) and line.strip() and number > len(head):
             lines[number - 1] = new + line[len(old) :]
     return "\n".join(lines[len(head) :])
-
-
-def dedented(source: str) -> str:
-    """Return a definition without its indentation; raises a SyntaxError if the text isn't Python."""
-    old = indent_of(source)
-    return moved(source, old, "", docstrings=False) if old else source
-
-
-def indented(source: str) -> str:
-    """Return statements as they are indented in a class; raises a SyntaxError if the text isn't Python."""
-    return moved(source, "", "    ", docstrings=False)
 
 
 def diff_of(old: str, new: str, old_name: str, new_name: str, context: int = 3) -> str:
@@ -117,18 +114,24 @@ class Edit(NamedTuple):
     text: str
 
 
+def newline_of(text: str) -> str:
+    """Return the newline of most lines of a text."""
+    return "\r\n" if 2 * text.count("\r\n") > text.count("\n") else "\n"
+
+
 def applied(text: str, edits: Iterable[Edit]) -> str:
-    """Return a text with edits applied. An edit inside of another one is dropped.
+    """Return a text with edits applied, whose newlines become those of the text. An edit inside of another is dropped.
 
     >>> applied("one two three", [Edit(4, 7, "2"), Edit(0, 0, "> "), Edit(5, 6, "lost")])
     '> one 2 three'
     """
-    parts, position = list[str](), 0
+    parts, position, newline = list[str](), 0, newline_of(text)
     for edit in sorted(edits, key=lambda edit: (edit.start, edit.start != edit.end, -edit.end)):
         if edit.start < position:
             assert edit.end <= position, f"edits overlap: {edit}"
             continue
-        parts += [text[position : edit.start], edit.text]
+        new = edit.text if newline == "\n" else edit.text.replace("\r\n", "\n").replace("\n", newline)
+        parts += [text[position : edit.start], new]
         position = edit.end
     return "".join([*parts, text[position:]])
 
@@ -166,11 +169,6 @@ class Text:
     def end_of(self, line: int) -> int:
         """Return the index at which a line ends, before its newline."""
         return self._starts[line - 1] + len(self.lines[line - 1].rstrip("\r\n"))
-
-    def line_break(self, line: int) -> str:
-        """Return the newline of a line."""
-        text = self.lines[line - 1]
-        return text[len(text.rstrip("\r\n")) :] or "\n"
 
     def indent(self, line: int) -> str:
         """Return the white space at the start of a line."""
@@ -247,23 +245,23 @@ class Place(NamedTuple):
         return next((index for index, line in enumerate(lines) if line), len(lines))
 
 
-def places(block: list[ast.stmt], owner: Any) -> Iterator[Place]:
-    """Yield the statements of a block and of the `if`, `try`, `with` and loops in it, but not of definitions."""
-    for node in block:
-        yield Place(node, block, owner)
-        if not isinstance(node, Definition):
-            for inner, head in inner_blocks(node):
-                yield from places(inner, head)
+def places(owner: Any) -> Iterator[Place]:
+    """Yield the statements of a module, a class or a guard, and of the `if`, `try`, `with` and loops in it."""
+    for block, head in inner_blocks(owner):
+        for node in block:
+            yield Place(node, block, head)
+            if not isinstance(node, Definition):
+                yield from places(node)
 
 
-def definitions(block: list[ast.stmt], owner: Any) -> list[Place]:
+def definitions(owner: Any) -> list[Place]:
     """Return the classes and functions among `places`."""
-    return [place for place in places(block, owner) if isinstance(place.node, Definition)]
+    return [place for place in places(owner) if isinstance(place.node, Definition)]
 
 
-def removals(text: Text, removed: Collection[ast.stmt], block: list[ast.stmt], owner: Any) -> Iterator[Edit]:
+def removals(text: Text, removed: Collection[ast.stmt]) -> Iterator[Edit]:
     """Yield the edits that remove statements and the comments above them; an emptied block becomes `pass`."""
-    for place in [place for place in places(block, owner) if place.node in removed]:
+    for place in [place for place in places(text.tree) if place.node in removed]:
         is_emptied = not isinstance(place.owner, ast.Module) and all(node in removed for node in place.block)
         start, end = text.span(place.node)
         if is_emptied and place.node is place.block[0]:

@@ -67,14 +67,14 @@ def test_nothing_is_written_when_the_second_file_fails(
 ) -> None:
     old = write(config, tmp_path / "out", diff=True).read_bytes()
     config.add_import("json")
-    chmod = Path.chmod
+    write_bytes = Path.write_bytes
 
-    def fails(self: Path, mode: int) -> None:
-        if ".diff." in self.name:
+    def fails(self: Path, data: bytes) -> int:
+        if self.suffix == ".diff":
             raise OSError(28, "No space left on device", str(self))
-        chmod(self, mode)
+        return write_bytes(self, data)
 
-    monkeypatch.setattr(Path, "chmod", fails)
+    monkeypatch.setattr(Path, "write_bytes", fails)
     with pytest.raises(CodegenError, match="can't be written: No space left on device"):
         write(config, tmp_path / "out", diff=True)
     assert (tmp_path / "out" / "patched_modeling_written.py").read_bytes() == old

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -399,4 +400,4 @@ def _literal(value: str) -> str:
     """Return a string literal as written by hand: raw if it contains backslashes."""
     if "\\" in value and not value.endswith("\\") and '"' not in value and value.isprintable():
         return f'r"{value}"'
-    return '"' + repr("'" + value)[2:-1].replace('"', '\\"') + '"' if "'" not in value else repr(value)
+    return json.dumps(value, ensure_ascii=False)

@@ -17,7 +17,6 @@ from patcher.compat import standing_alone
 from patcher.compat.modeling_code import unrebound
 from patcher.source.reading import Source, caller, file_tree, read_source, unwrap
 from patcher.source.scopes import free_names, imported_names, modules_under
-from patcher.source.texts import dedented
 
 if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig
@@ -42,7 +41,7 @@ class Dependencies:
     def add(self, obj: Any, call: str) -> dict[str, str]:
         """Add the dependencies of a class or function, and return the names that it has to write differently."""
         source, namespace = read_source(obj, call, self.config.where), _namespace(obj)
-        names = free_names(dedented(source.text)) - {source.name}
+        names = free_names(source.text) - {source.name}
         # Missing names are reported by the generator.
         known = [name for name in sorted(names & namespace.keys()) if not hasattr(builtins, name)]
         renamed = {name: self._add_name(name, namespace[name], namespace, source, call) for name in known}

@@ -21,7 +21,6 @@ from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import named_modules
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.in_force import InForce
-from patcher.errors import nearest
 from patcher.functions.models import full_name
 from patcher.fusions.experts.linear import LinearExperts
 from patcher.fusions.families import fusion_named
@@ -33,6 +32,7 @@ from patcher.layouts.transforms import conversions_of
 from patcher.resolution.resolution import NO_CHANGE, Resolution, resolve, skeleton
 from patcher.source.definitions import decorator_name, decorators_of
 from patcher.source.reading import file_tree
+from patcher.source.scopes import nearest
 from patcher.spec.forward_of import FLAGS, ForwardOf
 from patcher.spec.validation import required_groups
 
@@ -108,12 +108,10 @@ class _Description(NamedTuple):
         used = {key for match in matches.values() for _, _, key in rules.matched(match)}
         groups = required_groups(self.patcher.class_mapping, self.patcher.alternatives)
         for key in (group[0] for group in groups if used.isdisjoint(group)):
-            matching = nearest(key, classes)
-            hint = f"Nearest: {', '.join(matching)}. " if matching else ""
             raise self.described.error(
-                f"no class of {self.text.module.__name__} matches the class key {key!r}. "
-                f"{hint}A generated file holds the classes of one "
-                "module: for a class of another one call from_patcher() with a model of that module."
+                f"no class of {self.text.module.__name__} matches the class key {key!r}. {nearest(key, classes)} "
+                "A generated file holds the classes of one module: for a class of another one call from_patcher() "
+                "with a model of that module."
             )
         return {name: match.value for name, match in matches.items()}
 
@@ -122,10 +120,9 @@ class _Description(NamedTuple):
         functions = resolution.functions
         used = {key for function in functions.replaced for _, key in function.keys}
         for key in (key for key in self.patcher.function_mapping if key not in used):
-            matching = nearest(key.rpartition(":")[2], sorted(functions.known))
-            hint = f" Nearest: {', '.join(matching)}." if matching else ""
+            hint = nearest(key.rpartition(":")[2], functions.known)
             raise self.described.error(
-                f"nothing in {self.described.source_module} that {type(self.stock).__name__} runs calls {key!r}."
+                f"nothing in {self.described.source_module} that {type(self.stock).__name__} runs calls {key!r}. "
                 f"{hint} Correct the key of function_mapping, or take it out."
             )
         for function in functions.replaced:

@@ -331,11 +331,7 @@ class FusedLayers:
         ordered = sorted(statements, key=lambda node: node.lineno)
         if len({text.indent(statement.lineno) for statement in ordered}) > 1:
             raise self._unreadable(original)
-        # If other code is between them, the layer may need it: it is constructed at the last one.
-        between = text.text[text.span(ordered[0])[1] : text.span(ordered[-1])[0]]
-        for statement in ordered[1:-1]:
-            between = between.replace(text.code(statement), "")
-        place = ordered[0] if not between.strip() else ordered[-1]
+        place = ordered[-1]  # the layer may need other code that is between them
         indent = text.indent(place.lineno)
         new = "".join(f"{wrapped(indent + line)}\n" for line in lines)
         return [self.text.whole_lines(node, new if node is place else "") for node in ordered]

@@ -17,7 +17,7 @@ from torch import nn
 from patcher.codegen.generation.generator import Generated, build
 from patcher.codegen.spec import Blocks, Helpers, PatchSpec
 from patcher.integrations import install
-from patcher.source.scopes import bound_names, top_level
+from patcher.source.scopes import bound_by, top_level
 from patcher.source.texts import module_of_text
 from patcher.spec.patcher import Patcher
 
@@ -81,34 +81,22 @@ def _is_module_class(value: Any) -> bool:
 
 
 def _affected_names(generated: Generated, covered: set[str]) -> set[str]:
-    """Return the names with another value than in the original module, or with one that uses such a name.
+    """Return the names of what a config changes or adds, and of what uses such a name.
 
     Code that only constructs a class of `covered` isn't affected by its change: a load constructs the replacement
     wherever code of the original names the class. Code that inherits from it, accesses its attributes or compares it
     is affected.
     """
-    # The original with absolute imports, as the generator writes them.
-    before = _bindings(build(PatchSpec(generated.source.name, generated.config.target_file)).text)
-    after = _bindings(generated.text)
-    old, new = ({name: list(map(ast.dump, nodes)) for name, nodes in side.items()} for side in (before, after))
-    affected = {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
-    uses = {name: {used for node in nodes for used in _uses(node, covered)} - {name} for name, nodes in after.items()}
+    config = generated.config
+    affected = {patch.target.partition(".")[0] for patch in config.patches} | config.added_names()
+    affected |= {*config.dropped, *config.excluded, *(target for target, _ in config.undecorated)}
+    uses: dict[str, set[str]] = {}
+    for node in top_level(ast.parse(generated.text).body):
+        for name in () if isinstance(node, _COMPOUND) else bound_by(node):
+            uses[name] = uses.get(name, set()) | {*_uses(node, covered)} - {name}
     while more := {name for name, used in uses.items() if name not in affected and used & affected}:
         affected |= more
     return affected
-
-
-def _bindings(text: str) -> dict[str, list[ast.stmt]]:
-    """Return the statements that bind each name of the top level, with one import for each imported name."""
-    bindings: dict[str, list[ast.stmt]] = {}
-    for node in top_level(ast.parse(text).body):
-        statements: list[ast.stmt] = [] if isinstance(node, _COMPOUND) else [node]
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            statements = [ast.ImportFrom(getattr(node, "module", None), [alias], 0) for alias in node.names]
-        for statement in statements:
-            for name in bound_names(ast.Module([statement], [])):
-                bindings.setdefault(name, []).append(statement)
-    return bindings
 
 
 def _uses(node: ast.stmt, covered: set[str]) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import os
 import re
 import shutil
@@ -50,7 +49,7 @@ def write(config: PatchSpec, output_dir: Folder = None, diff: bool = False, *, f
     Raises:
         CodegenError: if it can't be generated; then no file is changed.
     """
-    return write_generated(build(config), output_folder(config, output_dir), diff=diff, formatted=formatted)
+    return write_generated(build_formatted(config, formatted), output_folder(config, output_dir), diff=diff)
 
 
 class ModelingCodeGenerator:
@@ -82,19 +81,26 @@ class ModelingCodeGenerator:
         return generated.text
 
 
-def write_generated(generated: Generated, folder: Path, *, formatted: bool, diff: bool = False) -> Path:
+def build_formatted(config: PatchSpec, formatted: bool) -> Generated:
+    """Return a generated file as it is written."""
+    generated = build(config)
+    return (
+        replace(generated, text=run_ruff(generated.text, config.target_file, config.where)) if formatted else generated
+    )
+
+
+def write_generated(generated: Generated, folder: Path, *, diff: bool = False) -> Path:
     """Write the generated file and its diff, both or none."""
     path = folder / generated.config.target_file
-    replace_all(files_of(generated, path, diff=diff, formatted=formatted), generated.config.where)
+    replace_all(files_of(generated, path, diff=diff), generated.config.where)
     return path
 
 
-def files_of(generated: Generated, path: Path, *, formatted: bool, diff: bool = False) -> dict[Path, bytes]:
+def files_of(generated: Generated, path: Path, *, diff: bool = False) -> dict[Path, bytes]:
     """Return the contents of the generated file, and of its diff if it is requested or exists on disk."""
-    text = final_text(generated, formatted=formatted)
-    files = {path: text.encode()}
+    files = {path: generated.text.encode()}
     if diff or diff_path(path).is_file():
-        files[diff_path(path)] = unified_diff(generated, text).encode()
+        files[diff_path(path)] = unified_diff(generated).encode()
     return files
 
 
@@ -116,16 +122,10 @@ def diff_path(path: Path) -> Path:
     return path.with_suffix(".diff")
 
 
-def final_text(generated: Generated, *, formatted: bool) -> str:
-    """Return the text as it is written."""
-    text, config = generated.text, generated.config
-    return run_ruff(text, config.target_file, config.where) if formatted else text
-
-
-def unified_diff(generated: Generated, text: str) -> str:
+def unified_diff(generated: Generated) -> str:
     """Return the diff from the original to the generated text."""
     names = f"a/{generated.source.relative_path}", f"b/{generated.config.target_file}"
-    return diff_of(generated.source.text, text, *names)
+    return diff_of(generated.source.text, generated.text, *names)
 
 
 def run_ruff(text: str, name: str, where: Location) -> str:
@@ -143,26 +143,20 @@ def run_ruff(text: str, name: str, where: Location) -> str:
 
 
 def replace_all(files: Mapping[Path, bytes], where: Location) -> None:
-    """Write temporary files first, then rename them: a reader sees the old or the new text, never a part."""
-    staged: list[tuple[str, Path]] = []
+    """Write files of one folder, all or none. Temporary ones are renamed: a reader never sees a part of a text."""
+    folder = next(iter(files)).parent
     try:
-        for path, data in files.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-            staged.append((name, path))
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            mask = os.umask(0)  # can only be read by setting it
-            os.umask(mask)
-            Path(name).chmod(path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~mask)
-        for name, path in staged:
-            Path(name).replace(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".") as scratch:
+            staged = {path: Path(scratch, path.name) for path in files}
+            for path, temporary in staged.items():
+                temporary.write_bytes(files[path])
+                if path.exists():
+                    shutil.copymode(path, temporary)
+            for path, temporary in staged.items():
+                temporary.replace(path)
     except OSError as error:
         raise CodegenError(f"{where}: {error.filename or 'the file'} can't be written: {error.strerror}") from error
-    finally:
-        for name, _ in staged:
-            with contextlib.suppress(FileNotFoundError):
-                Path(name).unlink()
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
@@ -273,11 +267,11 @@ def _check_one(label: str, config: PatchSpec, fix: bool, output_dir: Folder, for
         path = folder / config.target_file
         changes = changed_originals(config, path)
         result = replace(result, path=path, originals=changes)
-        generated = build(config)
-        drift = "".join(_drift(files_of(generated, path, formatted=formatted)))
+        generated = build_formatted(config, formatted)
+        drift = "".join(_drift(files_of(generated, path)))
         fixed = bool(drift and fix and not changes)
         if fixed:
-            write_generated(generated, folder, formatted=formatted)
+            write_generated(generated, folder)
     except CodegenError as error:
         return replace(result, error=str(error))
     return replace(result, drift=drift, fixed=fixed)

@@ -50,7 +50,7 @@ def read_settings(start: str | os.PathLike[str] | None = None) -> Settings:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise CodegenError(f"{file}: the project's settings can't be read: {error}") from error
     tables = {"patcher.codegen": tools.get("patcher", {}).get("codegen", {}), "patchgen": tools.get("patchgen", {})}
-    name = "patchgen" if tables["patchgen"] and not tables["patcher.codegen"] else "patcher.codegen"
+    name = next((name for name, table in tables.items() if table), "patcher.codegen")
     table, section = tables[name], f"[tool.{name}]"
     if unknown := sorted(set(table) - _SECTIONS[name]):
         raise CodegenError(f"{file}: {section} has no setting {unknown[0]!r}. It has search_root and format.")
@@ -151,11 +151,7 @@ def _import_file(path: Path) -> ModuleType:
     while (root / "__init__.py").is_file():
         root, name = root.parent, f"{root.name}.{name}"
     with _on_path(root):
-        if Path(getattr(sys.modules.get(name), "__file__", None) or "") == path:
-            del sys.modules[name]
-        if root != path.parent:
-            return importlib.import_module(name)
-        # loaded by its path, as other folders may have a config of this name; imported by its name next to it
+        # By its path, as other folders may have a config of this name.
         loader = TextLoader(name, str(path))
         spec = importlib.util.spec_from_file_location(name, path, loader=loader)
         assert spec is not None

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from patcher.codegen.generation.draft import Draft
 from patcher.codegen.spec import PatchSpec
 from patcher.compat.decorators import replaces_forward
 from patcher.errors import CodegenError
 from patcher.source.definitions import decorator_name, decorators_of
-from patcher.source.reading import Location, Source, file_tree, parsed
+from patcher.source.reading import file_tree, parsed
 from patcher.source.scopes import (
     Definition,
     bound_names,
@@ -23,7 +22,6 @@ from patcher.source.scopes import (
     top_level,
     undefined_names,
 )
-from patcher.source.texts import dedented
 
 
 def warn_of_decorators(draft: Draft) -> None:
@@ -39,20 +37,6 @@ def warn_of_decorators(draft: Draft) -> None:
                     f"{patch.call} may never run: @{name} of {owner} puts another forward in the place of the "
                     f"class's own. Leave the decorator out with config.drop_decorators({owner!r}, {name!r})."
                 )
-
-
-class _User(NamedTuple):
-    """A patch, helper or block with its line, its name in messages, its code, and the names that are renamed in it."""
-
-    where: Location
-    label: str
-    source: Source | None
-    code: str
-    name_map: Mapping[str, str]
-
-    def used_names(self) -> set[str]:
-        """Return the names that it needs from the file."""
-        return {self.name_map.get(name, name) for name in free_names(self.code)}
 
 
 def check_names(draft: Draft, text: str) -> None:
@@ -74,31 +58,21 @@ def check_names(draft: Draft, text: str) -> None:
         raise CodegenError("\n".join(_report_missing(config, tree, original.tree, missing)))
 
 
-def _users(config: PatchSpec) -> Iterator[_User]:
-    for patch in config.patches:
-        if patch.source is not None:
-            yield _User(patch.where, patch.call, patch.source, dedented(patch.source.text), dict(patch.name_map))
-    for helper in config.helpers:
-        label, code = f"the helper {helper.__name__!r}", dedented(helper.source.text)
-        yield _User(helper.where, label, helper.source, code, dict(helper.name_map))
-    for block in config.blocks:
-        yield _User(block.where, "the text given to add_post_import_block", None, block.code, {})
-
-
 def _report_missing(
     config: PatchSpec, tree: ast.Module, original: ast.Module, missing: Mapping[str, int]
 ) -> Iterator[str]:
     """Yield the lines of the message: first what additions use, then what omissions removed."""
     reported = set[str]()
-    for user in _users(config):
-        names = sorted(user.used_names() & missing.keys())
+    for item in (*config.patches, *config.helpers, *config.blocks):
+        renamed = dict(item.name_map)
+        names = sorted({renamed.get(name, name) for name in free_names(item.code)} & missing.keys())
         if not names:
             continue
         reported.update(names)
-        uses = f"{user.label} uses {', '.join(map(repr, names))}, which {config.target_file} does not define."
-        yield f"{user.where}: {uses}" + (" Import it with config.add_import." if user.source is None else "")
-        if user.source is not None:
-            yield from (f"  {name}: {_remedy(name, user.source.file, original)}" for name in names)
+        uses = f"{item.call} uses {', '.join(map(repr, names))}, which {config.target_file} does not define."
+        yield f"{item.where}: {uses}" + (" Import it with config.add_import." if item.source is None else "")
+        if item.source is not None:
+            yield from (f"  {name}: {_remedy(name, item.source.file, original)}" for name in names)
     removed = {name: (where, "drop_import_names") for name, where in config.dropped.items()}
     removed |= {name: (where, "exclude_from_output") for name, where in config.excluded.items()}
     for name in (name for name in missing if name not in reported):

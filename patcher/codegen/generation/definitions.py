@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from patcher.codegen.generation.draft import Draft, comments, definition_of, edited, marker, why
+from patcher.codegen.generation.draft import Draft, comments, marker, why
 from patcher.codegen.spec import External, Patch, PatchKind
 from patcher.errors import CodegenError
 from patcher.source.definitions import is_accessor
+from patcher.source.reading import is_of_config
 from patcher.source.renaming import renaming
-from patcher.source.scopes import bound_by, free_names, looks_misspelt, nearest, start_line
-from patcher.source.texts import Edit, Place, Text, dedented, definitions
+from patcher.source.scopes import free_names, looks_misspelt, nearest, start_line
+from patcher.source.texts import Edit, Place, Text, definitions
 
 #: The name under which `modify_init` keeps the original `__init__`.
 ORIGINAL_INIT = "_original_init"
@@ -32,7 +33,6 @@ def replace_definition(patch: Patch, place: Place, draft: Draft) -> None:
     if patch.target_kind is wrong:
         raise patch.error(f"does not fit: {patch.target!r} is a {kind} in {draft.source.name}. {fix}")
     box = marker(f"[PATCHED {kind.upper()}] {patch.target}", why(patch.description), *draft.origin(patch))
-    draft.patches.append(patch)
     name, indent = node.name, draft.indent(node)
     original = ""
     if not isinstance(patch.replacement, External):
@@ -77,7 +77,7 @@ def _name_of_original(patch: Patch, name: str, is_class: bool, draft: Draft) -> 
     assert patch.source is not None
     node: Any = patch.source.tree()
     bases = [*node.bases, *(keyword.value for keyword in node.keywords)] if is_class else []
-    used = free_names("\n".join(map(ast.unparse, bases)) if is_class else dedented(patch.source.text))
+    used = free_names("\n".join(map(ast.unparse, bases)) if is_class else patch.source.text)
     renamed = {dict(patch.name_map).get(word, word) for word in used}
     if name not in renamed or (not is_class and patch.source.name == name):
         return ""
@@ -99,31 +99,25 @@ class ClassEdit:
     def __init__(self, place: Place, draft: Draft) -> None:
         assert isinstance(place.node, ast.ClassDef)
         self.place, self.node, self.draft = place, place.node, draft
-        self.name, self.members = place.name, definitions(self.node.body, self.node)
+        self.name, self.members = place.name, definitions(self.node)
         #: whether the body is on the line of the `class` statement
         self.in_line = draft.text.is_in_line(self.node)
         indent = draft.text.indent(start_line(self.node.body[0]))
         self.indent = draft.indent(self.node) + "    " if self.in_line else indent
         self.added: list[list[str]] = []
-        #: index among the members, name and patch of each patched method
-        self.patched: list[tuple[int, str, Patch]] = []
 
     def apply(self, patches: Sequence[Patch]) -> None:
         """Patch the methods, and list them in a comment above the class."""
-        for patch in patches:
-            is_init = patch.kind is PatchKind.MODIFY_INIT
-            name = "__init__" if is_init else patch.target.partition(".")[2]
+        named = [(patch.definition.rpartition(".")[2], patch) for patch in patches]
+        for name, patch in named:
             # All definitions of the name, as in the branches of an `if`, without accessors.
             methods = [member for member in self.members if member.name == name and not is_accessor(member.node)]
-            (self._wrap_init if is_init else self._override)(patch, name, methods)
-            index = self.members.index(methods[0]) if methods else len(self.members)
-            self.patched.append((index, name, patch))
+            edit = self._wrap_init if patch.kind is PatchKind.MODIFY_INIT else self._override
+            edit(patch, name, methods)
         if self.added:
             self._add()
-        self.patched.sort(key=lambda entry: entry[0])
-        self.draft.patches += [patch for _, _, patch in self.patched]
-        title = f"Methods patched: {', '.join(name for _, name, _ in self.patched)}"
-        described = [(name, " ".join(patch.description.split())) for _, name, patch in self.patched]
+        title = f"Methods patched: {', '.join(name for name, _ in named)}"
+        described = [(name, " ".join(patch.description.split())) for name, patch in named]
         notes = [f"  {name}: {description}" for name, description in described if description]
         self.draft.put_above(self.place, marker(f"[MODIFIED CLASS] {self.name}", title, *notes))
 
@@ -160,10 +154,12 @@ class ClassEdit:
         origin = [f"{indent}{line}" for line in comments(*self.draft.origin(patch))]
         if isinstance(patch.replacement, External):
             return [*origin, f"{indent}{name} = {self.draft.externals[patch.replacement]}"]
-        lines = self.draft.code(patch, indent, name=name)
-        if original is not None and patch.keep_decorators and original.decorator_list:
-            lines = _with_decorators(lines, indent, original, self.draft.text)
-        return [*origin, *lines]
+
+        def edit(text: Text, node: Any) -> Iterable[Edit]:
+            is_decorated = original is not None and patch.keep_decorators and original.decorator_list
+            return _kept_decorators(text, node, original, self.draft.text) if is_decorated else ()
+
+        return [*origin, *self.draft.code(patch, indent, name=name, edit=edit)]
 
     def _wrap_init(self, patch: Patch, name: str, methods: Sequence[Place]) -> None:
         """Keep the original `__init__` under another name, which the patched one calls, for `modify_init`.
@@ -174,16 +170,10 @@ class ClassEdit:
         assert patch.source is not None
         draft, node = self.draft, patch.source.tree()
         assert not isinstance(node, ast.ClassDef)
-        parameters = [argument.arg for argument in node.args.args]
-        if len(parameters) < 2:
+        if len(node.args.args) < 2:
             raise patch.error(
                 "needs a function of (original_init, self, ...), and "
-                f"{node.name!r} takes {len(parameters)} positional argument(s). Add original_init in front."
-            )
-        init = parameters[0]
-        if any(init in bound_by(statement) for statement in node.body):
-            raise patch.error(
-                f"binds {init!r} anew, which calls the original __init__. Give the other variable another name."
+                f"{node.name!r} takes {len(node.args.args)} positional argument(s). Add original_init in front."
             )
         if not methods:
             raise patch.error(
@@ -197,17 +187,16 @@ class ClassEdit:
             )
 
         def edit(text: Text, function: Any) -> Iterator[Edit]:
-            first, second = function.args.args[:2]
-            yield Edit(text.span(first)[0], text.span(second)[0], "")
+            init, this = function.args.args[:2]
+            yield Edit(text.span(init)[0], text.span(this)[0], "")
             try:
-                yield from renaming(text, {init: f"{self.name}.{ORIGINAL_INIT}"}, function)
+                yield from renaming(text, {init.arg: f"{self.name}.{ORIGINAL_INIT}"}, parameter=init)
             except CodegenError as error:
                 raise patch.error(f"can't call the original __init__: {error}") from None
 
-        undecorated = [method for method in methods if not getattr(method.node, "decorator_list", ())]
-        for method in undecorated or methods:
+        for method in methods:
             indent, start = draft.indent(method.node), draft.text.start_of(start_line(method.node))
-            note = f"{indent}# The __init__ of the original, called by the patched one below.{draft.source.newline}"
+            note = f"{indent}# The __init__ of the original, called by the patched one below.\n"
             draft.insert(start, note)
             draft.rename(method.node, ORIGINAL_INIT)
             origin = [f"{indent}{line}" for line in comments(*draft.origin(patch))]
@@ -216,11 +205,11 @@ class ClassEdit:
     def _add(self) -> None:
         """Insert methods after the other members; an empty body, `...` or `pass`, is removed."""
         draft, text, body = self.draft, self.draft.text, self.node.body
-        newline, kept, above_first = draft.source.newline, [node for node in body if not _is_empty(node)], list[str]()
+        kept, above_first = [node for node in body if not _is_empty(node)], list[str]()
         if self.in_line:
             start, end = text.text.rindex(":", 0, text.span(body[0])[0]) + 1, text.span(body[-1])[1]
             code = text.text[text.span(kept[0])[0] : text.span(kept[-1])[1]] if kept else ""
-            draft.edits.append(Edit(start, end, f"{newline}{self.indent}{code}" if kept else ""))
+            draft.edits.append(Edit(start, end, f"\n{self.indent}{code}" if kept else ""))
             last = body[-1].end_lineno or 0
         else:
             for place in (Place(node, body, self.node) for node in body if node not in kept and text.is_alone(node)):
@@ -245,19 +234,19 @@ def _is_empty(node: ast.stmt) -> bool:
     )
 
 
-def _with_decorators(lines: list[str], indent: str, original: Any, text: Text) -> list[str]:
-    """Return a method with the decorators of the original in front of its own, each once."""
-    code, node = definition_of("\n".join(lines), indent)
-    kept, edits = {ast.unparse(decorator) for decorator in original.decorator_list}, list[Edit]()
-    start = first = start_line(node)
-    for decorator in node.decorator_list:
+def _kept_decorators(text: Text, node: Any, original: Any, source: Text) -> Iterator[Edit]:
+    """Yield the edits that put the decorators of an original method in front of a patch's own, each once."""
+    kept = {ast.unparse(decorator) for decorator in original.decorator_list}
+    own = [decorator for decorator in node.decorator_list if not is_of_config(decorator)]
+    start = first = own[0].lineno if own else node.lineno
+    for decorator in own:
         if ast.unparse(decorator) in kept:
-            edits.append(Edit(code.start_of(first), code.start_of(decorator.end_lineno + 1), ""))
+            yield Edit(text.start_of(first), text.start_of(decorator.end_lineno + 1), "")
         first = decorator.end_lineno + 1
-    has_own = len(edits) < len(node.decorator_list)
+    has_own = any(ast.unparse(decorator) not in kept for decorator in own)
     # Comments between the original's decorators and its `def` stay if nothing is inserted between them.
     last = original.decorator_list[-1].end_lineno if has_own else original.lineno - 1
-    decorators = [line.rstrip("\r\n") for line in text.lines[start_line(original) - 1 : last]]
-    position = code.start_of(start)
-    edits.append(Edit(position, position, "".join(f"{line}\n" for line in decorators)))
-    return edited(code, edits, indent).split("\n")
+    indent = source.indent(original.lineno)
+    lines = [line.removeprefix(indent).rstrip("\r\n") for line in source.lines[start_line(original) - 1 : last]]
+    position = text.start_of(start)
+    yield Edit(position, position, "".join(f"{line}\n" for line in lines))

@@ -16,10 +16,9 @@ from patcher.source.modules import SourceModule
 from patcher.source.reading import Location, is_of_config
 from patcher.source.renaming import renaming
 from patcher.source.scopes import ImportedName, imported_names, start_line
-from patcher.source.texts import Edit, Place, Text, applied, moved, places
+from patcher.source.texts import Edit, Place, Text, applied, indented, places
 
 _RULE = "# " + "=" * 70
-_GUARD = "if True:\n"
 
 
 @dataclass
@@ -35,7 +34,6 @@ class Draft:
         bound: the names that the rest of the original binds at the top level.
         behind: statements of the top level, each with the groups of lines that are inserted after it.
         externals: how the file names each imported replacement.
-        patches: the patches in source order.
     """
 
     config: PatchSpec
@@ -46,7 +44,6 @@ class Draft:
     bound: set[str] = field(default_factory=set)
     behind: dict[ast.stmt, list[Sequence[str]]] = field(default_factory=dict)
     externals: dict[External, str] = field(default_factory=dict)
-    patches: list[Patch] = field(default_factory=list)
 
     # -- the original -------------------------------------------------------------------------------------------
 
@@ -73,7 +70,7 @@ class Draft:
         calls = []
         if name in self.imported and name not in self.config.dropped:
             calls.append(f"config.drop_import_names({name!r})")
-        is_defined = any(place.bound_name == name for place in places(self.text.tree.body, self.text.tree))
+        is_defined = any(place.bound_name == name for place in places(self.text.tree))
         if is_defined and name not in self.config.excluded:
             calls.append(f"config.exclude_from_output({name!r})")
         return f", or leave the original out: {' and '.join(calls)}" if calls else ""
@@ -90,12 +87,12 @@ class Draft:
 
     def insert_lines_after(self, line: int, lines: Iterable[str]) -> None:
         """Insert lines after a line."""
-        self.insert(self.text.end_of(line), "".join(f"{self.source.newline}{new_line}" for new_line in lines))
+        self.insert(self.text.end_of(line), "".join(f"\n{new_line}" for new_line in lines))
 
     def replace(self, node: ast.stmt, lines: Sequence[str]) -> None:
         """Replace a statement by lines."""
         start, end = self.text.start_of(start_line(node)), self.text.end_of(self.text.last_line(node))
-        self.edits.append(Edit(start, end, self.source.newline.join(lines)))
+        self.edits.append(Edit(start, end, "\n".join(lines)))
 
     def rename(self, node: Any, name: str) -> None:
         """Rename a definition where it is defined."""
@@ -108,7 +105,7 @@ class Draft:
             if text.lines[number - 1].lstrip().startswith("# Copied from"):
                 self.edits.append(Edit(text.start_of(number), text.start_of(number + 1), ""))
         position = text.start_of(start_line(place.node))
-        self.insert(position, "".join(f"{indent}{line}{self.source.newline}" for line in lines))
+        self.insert(position, "".join(f"{indent}{line}\n" for line in lines))
 
     def put_behind(self, place: Place, lines: Sequence[str]) -> None:
         """Insert lines right after a statement; at the top level, together with the others that follow it."""
@@ -147,7 +144,8 @@ class Draft:
         """
         source = item.source
         assert source is not None
-        text, node = definition_of(source.text, source.indent)
+        text = Text(source.text)
+        node: Any = text.tree.body[0]
         edits = [*_without_decorators(text, node), *edit(text, node)]
         try:
             edits += renaming(text, dict(item.name_map) if names is None else names)
@@ -155,19 +153,7 @@ class Draft:
             raise CodegenError(f"{Location(source.file or source.name, source.line)}: {error}") from None
         if name:
             edits.append(Edit(*text.name_of(node), name))
-        return moved(edited(text, edits, source.indent).removesuffix("\n"), source.indent, indent).split("\n")
-
-
-def definition_of(code: str, indent: str) -> tuple[Text, Any]:
-    """Return a definition as a text of its own, which is guarded by `if True:` if it is indented."""
-    text = Text((_GUARD if indent else "") + code)
-    statement: Any = text.tree.body[0]
-    return text, statement.body[0] if indent else statement
-
-
-def edited(text: Text, edits: Iterable[Edit], indent: str) -> str:
-    """Return the text of `definition_of` with edits, without its guard."""
-    return applied(text.text, edits).removeprefix(_GUARD if indent else "")
+        return indented(applied(text.text, edits).removesuffix("\n"), indent).split("\n")
 
 
 def _without_decorators(text: Text, node: Any) -> list[Edit]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from patcher.codegen.generation.checks import check_names, warn_of_decorators
@@ -23,11 +21,11 @@ from patcher.codegen.generation.surroundings import (
 )
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec
 from patcher.errors import CodegenError
-from patcher.source.definitions import decorator_name, decorators_of
+from patcher.source.definitions import decorator_name, decorators_of, find
 from patcher.source.modules import SourceModule, load
 from patcher.source.reading import parsed
 from patcher.source.scopes import nearest
-from patcher.source.texts import Place, Text, applied, definitions
+from patcher.source.texts import Place, Text, applied, definitions, newline_of
 
 
 @dataclass(frozen=True)
@@ -62,22 +60,6 @@ def generate(config: PatchSpec) -> str:
     return build(config).text
 
 
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Disable the garbage collector: syntax trees are many objects, and none of them is garbage yet.
-
-    With torch and transformers imported, collections took 40 % of the time of generating a file.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_without_garbage_collection()
 def build(config: PatchSpec) -> Generated:
     """Like `generate`, but return the text with its origins."""
     for index, patch in enumerate(config.patches):
@@ -91,11 +73,12 @@ def build(config: PatchSpec) -> Generated:
             f"{error.lineno}."
         ) from error
     draft = Draft(config, source, Text(source.text, original))
-    removed_imports = remove(draft)
+    remove(draft)
     imports = added_imports(draft)
     draft.edits += dropped_decorators(draft)
-    _patch_definitions(draft)
-    insert(draft, imports, removed_imports)
+    patches = _in_source_order(config.patches, original)
+    _patch_definitions(draft, patches)
+    insert(draft, imports)
 
     text, orphans = applied(source.text, [*absolute_imports(draft), *draft.edits]), tuple[str, ...]()
     if draft.edits:
@@ -103,17 +86,28 @@ def build(config: PatchSpec) -> Generated:
         check_names(draft, text)
     warn_of_decorators(draft)
     text, methods = with_stock_conversions(draft, text)
-    changes = changes_of(config, draft.patches, draft.header_fingerprints, orphans, methods)
-    text = source.newline.join([*render_header(config, source, changes), without_banner(text)])
-    return Generated(config, source, text, tuple(draft.patches))
+    changes = changes_of(config, patches, draft.header_fingerprints, orphans, methods)
+    text = newline_of(source.text).join([*render_header(config, source, changes), without_banner(text)])
+    return Generated(config, source, text, tuple(patches))
 
 
-def _patch_definitions(draft: Draft) -> None:
+def _in_source_order(patches: Iterable[Patch], tree: ast.Module) -> list[Patch]:
+    """Return patches in the order of what they change; a new method is at the end of its class."""
+
+    def line(patch: Patch) -> int:
+        around = find(tree, patch.target.partition(".")[0])
+        definition = find(tree, patch.definition)
+        return definition[0].lineno if definition else max((node.end_lineno or 0 for node in around), default=0)
+
+    return sorted(patches, key=line)
+
+
+def _patch_definitions(draft: Draft, patches: Iterable[Patch]) -> None:
     """Patch the definitions of the top level."""
     config, tree = draft.config, draft.text.tree
-    places = [place for place in definitions(tree.body, tree) if place.node not in draft.removed]
+    places = [place for place in definitions(tree) if place.node not in draft.removed]
     by_name: dict[str, list[Patch]] = {place.name: [] for place in places}
-    for patch in config.patches:
+    for patch in patches:
         name = patch.target.split(".")[0]
         if name not in by_name:
             raise _unknown_target(patch, name, places, draft)
@@ -123,13 +117,13 @@ def _patch_definitions(draft: Draft) -> None:
             raise patch.error(f"names several definitions, by @overload. {fix}")
         by_name[name].append(patch)
     for place in places:
-        name, patches, imported = place.name, by_name[place.name], draft.imported.get(place.name)
+        name, of_name, imported = place.name, by_name[place.name], draft.imported.get(place.name)
         if isinstance(place.node, ast.ClassDef) and name in config.renamed:
             draft.rename(place.node, config.renamed[name])
             draft.behind.setdefault(place.node, []).append(["", "", f"{name} = {config.renamed[name]}"])
         if isinstance(place.node, ast.ClassDef) and name in config.bases:
             draft.insert(draft.text.span(place.node.bases[0])[0], f"{config.bases[name]}, ")
-        if not patches:
+        if not of_name:
             continue
         guarded = place.owner is not tree
         if imported is not None and (guarded or name not in config.dropped):
@@ -140,17 +134,17 @@ def _patch_definitions(draft: Draft) -> None:
                     f"config.exclude_from_output({name!r}), and add a {name!r} of your own with add_helper in the "
                     "place of the patch."
                 )
-            raise patches[0].error(
+            raise of_name[0].error(
                 f"would not always take effect: {draft.source.name} also imports {name!r}, on line "
                 f"{imported.line}. {fix}"
             )
-        replacements = [p for p in patches if p.target == name and p.kind is not PatchKind.MODIFY_INIT]
+        replacements = [p for p in of_name if p.target == name and p.kind is not PatchKind.MODIFY_INIT]
         if replacements:
             replace_definition(replacements[0], place, draft)
         elif isinstance(place.node, ast.ClassDef):
-            ClassEdit(place, draft).apply(patches)
-        elif not replacements:
-            raise patches[0].error(
+            ClassEdit(place, draft).apply(of_name)
+        else:
+            raise of_name[0].error(
                 f"does not fit: {name!r} is a function in {draft.source.name}, and has no methods. "
                 f"Use replace_function({name!r})."
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import itertools
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,8 +21,6 @@ _BANNER = re.compile(
     r"#[ \t]*This file was automatically generated from (\S+?)\.?[ \t]*(\r?\n)"
     r"(?:#.*\n)*?#[ \t]*\U0001f6a8+[ \t]*\r?\n"
 )
-#: The first word of the paragraph about the differences.
-_DIFFERS = "Differs:"
 #: The maximal number of characters of names and fingerprints; if there are more, they are next to the patches.
 ROOM = 300
 _ENTRY = re.compile(rf"([^\W\d][\w.]*) ([0-9a-f]{{8}}|{NOTHING})\b")
@@ -53,7 +50,7 @@ def render_header(config: PatchSpec, source: SourceModule, changes: Mapping[str,
             for verb, names in changes.items()
         }
         parts = [f"{verb} {names}".rstrip() for verb, names in listed.items()]
-        differences = _wrapped(_DIFFERS, "; ".join(parts) or "imports are absolute, nothing else")
+        differences = _wrapped("Differs:", "; ".join(parts) or "imports are absolute, nothing else")
         if len(lines) + len(differences) + 2 <= _LINES:
             break
     # A tilde is a space at which no line ends.
@@ -130,8 +127,5 @@ def fingerprints_of(config: PatchSpec, original: ast.Module) -> dict[str, str]:
 
 def recorded(text: str) -> dict[str, str]:
     """Return the fingerprints in a generated file, by the names of the definitions."""
-    header = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
-    differences = itertools.dropwhile(lambda line: not line.startswith(f"# {_DIFFERS}"), header)
-    lines = itertools.takewhile(lambda line: not line.startswith("# ---"), differences)
-    paragraph = " ".join(line.removeprefix("#").strip() for line in lines).removeprefix(_DIFFERS)
-    return dict([*_ENTRY.findall(paragraph), *_AT_PATCH.findall(text)])
+    header = text.partition(_RULE)[2].partition(_RULE)[0]
+    return dict([*_ENTRY.findall(header), *_AT_PATCH.findall(text)])

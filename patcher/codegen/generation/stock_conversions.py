@@ -37,7 +37,7 @@ def with_stock_conversions(draft: Draft, text: str) -> tuple[str, list[str]]:
 
     Nothing is added if the config overrides the method itself.
     """
-    config, newline = draft.config, draft.source.newline
+    config = draft.config
     is_overridden = any(patch.target.rpartition(".")[2] == METHOD for patch in config.patches)
     is_of_transformers = draft.source.name.startswith("transformers.")
     if config.converts_itself or is_overridden or not is_of_transformers or not _may_have_conversions(draft):
@@ -54,8 +54,8 @@ def with_stock_conversions(draft: Draft, text: str) -> tuple[str, list[str]]:
         if file.is_in_line(node):  # `class A(B): ...`
             indent = file.indent(node.lineno) + "    "
             start = file.span(first)[0]
-            edits.append(Edit(len(text[:start].rstrip(" \t")), start, newline + indent))
-        edits.append(Edit(end, end, newline + "".join(f"{newline}{indent}{line}" for line in _LINES)))
+            edits.append(Edit(len(text[:start].rstrip(" \t")), start, f"\n{indent}"))
+        edits.append(Edit(end, end, "\n" + "".join(f"\n{indent}{line}" for line in _LINES)))
     return applied(text, edits), methods
 
 

@@ -17,29 +17,25 @@ from patcher.source.reading import Location, parsed
 from patcher.source.scopes import (
     Definition,
     ImportedName,
-    bound_by,
     bound_name,
     bound_names,
-    imported_names,
     nearest,
     start_line,
     statements_of,
     top_level,
 )
-from patcher.source.texts import Edit, Place, Text, applied, definitions, places, removals, without
+from patcher.source.texts import Edit, Place, Text, applied, places, removals, without
 
 _SPACE = r"(?:\s|\\\r?\n)*"
-_RELATIVE = re.compile(
-    rf"from(?P<before>{_SPACE})(?:\.{_SPACE})*\.(?P<dots>{_SPACE})(?P<name>[^\W\d]\w*(?:{_SPACE}\.{_SPACE}[^\W\d]\w*)*)?"
-    rf"(?P<behind>{_SPACE})\bimport\b"
-)
+#: A relative import up to its names, which may be continued on other lines.
+_RELATIVE = re.compile(rf"from(?P<before>{_SPACE})(?P<module>\.[\w.\s\\]*?)(?P<behind>{_SPACE})\bimport\b")
 
 
 # --- omissions ------------------------------------------------------------------------------------------------------
 
 
-def remove(draft: Draft) -> set[ast.stmt]:
-    """Remove the imports that a config drops and the definitions that it excludes; returns the removed imports."""
+def remove(draft: Draft) -> None:
+    """Remove the imports that a config drops and the definitions that it excludes."""
     config, text = draft.config, draft.text
     tree = text.tree
     for name, where in config.dropped.items():
@@ -48,19 +44,17 @@ def remove(draft: Draft) -> set[ast.stmt]:
             problem = f"drop_import_names({name!r}) names nothing that {config.source_module} imports. "
             where.warn(problem + nearest(name, draft.imported))
     imports = set[ast.stmt]()
-    for place in places(tree.body, tree):
+    for place in places(text.tree):
         aliases = _aliases(place.node)
         dropped = [alias for alias in aliases if bound_name(alias) in config.dropped and alias.name != "*"]
         if aliases and len(dropped) == len(aliases):
             imports.add(place.node)
         elif dropped:
             draft.edits += _without_aliases(text, place.node, dropped)
-    guards = _replaced_guards(draft, imports)
-    draft.removed = imports | _excluded(draft) | guards
-    draft.edits += removals(text, draft.removed, tree.body, tree)
+    draft.removed = imports | _excluded(draft) | _replaced_guards(draft, imports)
+    draft.edits += removals(text, draft.removed)
     is_changed = config.dropped or config.excluded
     draft.bound = set(bound_names(ast.parse(applied(text.text, draft.edits)) if is_changed else tree))
-    return imports
 
 
 def _aliases(node: ast.stmt) -> list[ast.alias]:
@@ -74,36 +68,22 @@ def _without_aliases(text: Text, node: ast.stmt, removed: Collection[ast.alias])
 
 def _replaced_guards(draft: Draft, imports: Collection[ast.stmt]) -> set[ast.stmt]:
     """Return the guards that without the dropped imports only bind fallbacks, for names that the config binds."""
-    added, tree = draft.config.added_names() & draft.config.dropped.keys(), draft.text.tree
-    if not added:
-        return set()
-    rest = applied(draft.text.text, [*draft.edits, *removals(draft.text, imports, tree.body, tree)])
-    guards = set[ast.stmt]()
-    for node, remaining in zip((node for node in tree.body if node not in imports), ast.parse(rest).body, strict=True):
-        names = bound_by(remaining) if isinstance(node, ast.If | ast.Try) else set()
-        imported = imported_names(ast.Module([node], [])).keys()
-        if names and names <= added & imported and _only_binds_names(remaining):
+    config, guards = draft.config, set[ast.stmt]()
+    replaced = config.added_names() & config.dropped.keys()
+    for node in (node for node in draft.text.tree.body if replaced and isinstance(node, ast.If | ast.Try)):
+        inner = [place for place in places(node) if not isinstance(place.node, ast.If | ast.Try | ast.Pass)]
+        fallbacks = [place for place in inner if place.node not in imports]
+        has_import = len(fallbacks) < len(inner)
+        if has_import and fallbacks and all(place.bound_name in replaced for place in fallbacks):
             guards.add(node)
     return guards
-
-
-def _only_binds_names(guard: ast.stmt) -> bool:
-    """Whether the statements of a guard have no effect except on names."""
-    for node in top_level([guard]):
-        is_assignment = isinstance(node, ast.Assign | ast.AnnAssign)
-        if not is_assignment and not isinstance(node, ast.If | ast.Try | ast.Pass | ast.FunctionDef | ast.ClassDef):
-            return False
-        targets = (part for part in ast.walk(node) if isinstance(part, ast.Attribute | ast.Subscript))
-        if is_assignment and any(isinstance(target.ctx, ast.Store) for target in targets):
-            return False
-    return True
 
 
 def _excluded(draft: Draft) -> set[ast.stmt]:
     """Return the excluded statements, and remove their names from `__all__`."""
     config, text = draft.config, draft.text
     removed, bindings = set[ast.stmt](), dict[str, list[ast.stmt]]()
-    for place in places(text.tree.body, text.tree) if config.excluded else ():
+    for place in places(text.tree) if config.excluded else ():
         if place.bound_name:
             bindings.setdefault(place.bound_name, []).append(place.node)
     patched = {patch.target.split(".")[0]: patch for patch in config.patches}
@@ -174,8 +154,7 @@ def without_orphans(config: PatchSpec, text: str, original: ast.Module) -> tuple
             continue
         statement = "".join(file.lines[node.lineno - 1 : node.end_lineno])
         rest = described.replace(statement, "", 1)
-        # A whole word, written so that the search is as fast as that of a string.
-        names = {name for name in names if not re.search(rf"{name}(?<=\b{name})\b", rest)}
+        names = {name for name in names if not re.search(rf"\b{name}\b", rest)}
         if not names or "noqa" in statement:
             continue
         orphans |= names
@@ -206,16 +185,16 @@ def absolute_imports(draft: Draft) -> Iterator[Edit]:
         assert match is not None
         relative = "." * node.level + (node.module or "")
         name = absolute_name(relative, source.package, source.name, draft.config.where)
-        behind = match["behind"] if node.module else match["dots"] + match["behind"]  # "" is valid after a dot
         written = text.text[match.end() : end]
         dropped = draft.config.dropped if node in at_top else ()
         names = [ast.unparse(alias) for alias in node.names if bound_name(alias) not in dropped]
         width = node.col_offset + len(f"from {name} import {', '.join(names)}")
         if names and width > WIDTH and text.is_alone(node) and "\n" not in written and "(" not in written:
-            between = text.line_break(node.lineno) + text.indent(node.lineno)
-            yield Edit(start, end, between.join(import_by_line(name, names)))
+            yield Edit(start, end, f"\n{text.indent(node.lineno)}".join(import_by_line(name, names)))
         else:
-            yield Edit(start, match.end(), f"from{match['before'] or ' '}{name}{behind or ' '}import")
+            # Around dots no spaces are needed.
+            before, behind = ("" if match[part] else " " for part in ("before", "behind"))
+            yield Edit(*match.span("module"), f"{before}{name}{behind}")
 
 
 def absolute_name(relative: str, package: str, source: str, where: Location) -> str:
@@ -291,8 +270,8 @@ def _is_same(imported: ImportedName, source: str, module: str, attribute: str) -
 # --- additions ------------------------------------------------------------------------------------------------------
 
 
-def insert(draft: Draft, imports: Sequence[Import], removed_imports: Collection[ast.stmt]) -> None:
-    """Insert imports, blocks, helpers and endings at their places, which removed imports don't determine."""
+def insert(draft: Draft, imports: Sequence[Import]) -> None:
+    """Insert imports, blocks, helpers and endings at their places."""
     text, body, config = draft.text, draft.text.tree.body, draft.config
     helpers: dict[str, list[Helper]] = {}
     for helper in config.helpers:
@@ -307,7 +286,7 @@ def insert(draft: Draft, imports: Sequence[Import], removed_imports: Collection[
     for block in config.blocks:
         top.append(["", "# [ADDED CODE]", *comments(why(block.description)), *block.code.split("\n")])
     top += _helper_lines(helpers, "", draft)
-    anchor = _last_import(draft, removed_imports)
+    anchor = _last_import(draft)
     remaining = [node for node in body if node not in draft.removed]
 
     def after(node: ast.stmt) -> list[ast.stmt]:
@@ -317,10 +296,10 @@ def insert(draft: Draft, imports: Sequence[Import], removed_imports: Collection[
     if anchor is not None and top:
         draft.behind[anchor] = [*top, *draft.behind.get(anchor, [])]
     outermost = {
-        place.name: node
-        for node in body
-        for place in definitions([node], text.tree)
-        if place.node not in draft.removed
+        part.name: node
+        for node in remaining
+        for part in top_level([node])
+        if isinstance(part, Definition) and part not in draft.removed
     }
     names = {helper.__name__ for helper in config.helpers}
     for name in (name for name in helpers if name and name not in names):
@@ -336,22 +315,22 @@ def insert(draft: Draft, imports: Sequence[Import], removed_imports: Collection[
     for node, groups in draft.behind.items():
         draft.insert_lines_after(text.last_line(node), _separated(groups, next(iter(after(node)), None), draft))
     if anchor is None and top:
-        following, newline = remaining[0] if remaining else None, draft.source.newline
+        following = remaining[0] if remaining else None
         position = text.start_of(start_line(following)) if following is not None else len(text.text)
-        start = newline if position and not text.text[:position].endswith(("\n", "\r")) else ""
-        code = start + "".join(f"{line}{newline}" for line in _separated(top, following, draft))
+        start = "\n" if position and not text.text[:position].endswith(("\n", "\r")) else ""
+        code = start + "".join(f"{line}\n" for line in _separated(top, following, draft))
         draft.edits.insert(0, Edit(position, position, code))
 
 
-def _last_import(draft: Draft, removed_imports: Collection[ast.stmt]) -> ast.stmt | None:
+def _last_import(draft: Draft) -> ast.stmt | None:
     """Return the last statement with an import above all definitions, else the docstring, else None."""
-    last, tree = None, draft.text.tree
-    for index, node in enumerate(tree.body):
+    last = None
+    for index, node in enumerate(draft.text.tree.body):
         if isinstance(node, Definition):
             break
         is_docstring = index == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        nodes = (place.node for place in places([node], tree) if place.node not in removed_imports)
-        if is_docstring or any(isinstance(nested, ast.Import | ast.ImportFrom) for nested in nodes):
+        imports = (part for part in top_level([node]) if isinstance(part, ast.Import | ast.ImportFrom))
+        if is_docstring or any(part not in draft.removed for part in imports):
             last = node
     return last
 
@@ -369,10 +348,10 @@ def _separated(groups: Sequence[Sequence[str]], following: ast.stmt | None, draf
 def _check_blocks(draft: Draft, following: Sequence[ast.stmt]) -> None:
     """Raise a CodegenError if the following statements rebind a name of a block."""
     bound = [(block, name) for block in draft.config.blocks for name in bound_names(ast.parse(block.code))]
-    known = draft.bound | {helper.__name__ for helper in draft.config.helpers}
-    rebound = bound_names(ast.Module([*following], [])).keys() - draft.config.dropped if bound else set()
+    left_out = {*draft.config.dropped, *draft.config.excluded}
+    rebound = bound_names(ast.Module([*following], [])).keys() - left_out if bound else set()
     for block, name in bound:
-        if name in rebound and name in known:
+        if name in rebound:
             raise CodegenError(
                 f"{block.where}: the text given to add_post_import_block binds {name!r}, and {draft.source.name} "
                 f"binds it again further down. Rename it{draft.or_without(name)}."

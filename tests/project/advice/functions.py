@@ -138,10 +138,10 @@ def file_of(patcher: Patcher) -> str:
     return generate(PatchConfig.from_patcher(patcher, LlamaForCausalLM, config=tiny_llama_config()))
 
 
-@advice("nothing in {} that {} runs calls {}.{} Correct the key of function_mapping, or take it out.")
+@advice("nothing in {} that {} runs calls {}. {} Correct the key of function_mapping, or take it out.")
 def a_misspelt_function_for_a_file(at: Place) -> Steps:
     said = yield lambda: file_of(Patcher(function_mapping={"rotate_hal": functions.counted_half}))
-    name = said.partition("Nearest: ")[2].partition(",")[0]
+    name = said.partition("Nearest: ")[2].partition(".")[0].partition(",")[0]
     assert "def original_rotate_half(x)" in file_of(Patcher(function_mapping={name: half_again}))
 
 

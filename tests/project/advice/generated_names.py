@@ -231,7 +231,7 @@ case_of(
 )
 case_of(
     "modify_init_rebinds",
-    "binds {} anew, which calls the original __init__. Give the other variable another name.",
+    "has to be written {} in a place where a variable of the patch is ",
     (
         [("    init = init\n", "    other = init\n"), ("    init(self, a)", "    other(self, a)")],
         lambda file: file.A(3).a == 3,
@@ -239,7 +239,7 @@ case_of(
 )
 case_of(
     "renamed_in_a_class_body",
-    "in the body of a class that binds it may be the one of the module or of the class. ",
+    "has to be written {} in a place where a variable of the patch is ",
     ([("turn = turn = 1", "own = 1"), ("other = turn", "other = own")], lambda file: file.A.other == 1),
 )
 case_of(
