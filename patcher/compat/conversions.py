@@ -26,10 +26,10 @@ from patcher.expressions import compiled, is_quick
 _stock_conversion_mapping: Callable[..., list[WeightTransform]] = conversion_mapping.get_model_conversion_mapping
 _stock_revert: Callable[..., Any] = vars(modeling_utils)["revert_weight_conversion"]
 
-#: State of a running transform, and attributes that derive from its patterns.
+#: State of a running transform, and what derives from its patterns or is changed when transformers reverses it.
 _RUNTIME_SLOTS = frozenset(
-    "collected_tensors compiled_sources distributed_operation layer_targets quantization_operation source_patterns "
-    "target_patterns _active _was_used".split()
+    "collected_tensors compiled_sources distributed_operation layer_targets quantization_operation "
+    "_original_source_patterns _original_target_patterns _active _was_used".split()
 )
 
 
@@ -41,7 +41,7 @@ def _values(transform: WeightTransform) -> dict[str, Any]:
 
 
 def transform_settings(transform: WeightTransform) -> dict[str, Any]:
-    """Return what distinguishes a transform: its patterns as they were written, its scope, its operations."""
+    """Return what distinguishes a transform: its patterns, its scope, its operations."""
     return {name: value for name, value in _values(transform).items() if name not in _RUNTIME_SLOTS}
 
 

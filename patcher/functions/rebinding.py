@@ -62,6 +62,8 @@ class Rebinder:
         namespace = function.__globals__
         if by_name:  # without the stand-ins of a load in another thread
             namespace = self._namespaces.setdefault(id(namespace), without_stand_ins(namespace))
+            # By it torch.compile would look up what is in the module, and mix it up with stock's in one graph.
+            namespace.pop("__name__", None)
         variables = closure_of(function)
         changed = {
             name for name, value in variables.items() if self.graph.changes(Edge(value, hit=self.graph.hit_of(value)))

@@ -17,28 +17,20 @@ from patcher.loading.state_dicts import carriers_in, check_no_part_named, parts_
 from patcher.patterns import compress, inside
 
 
-@seam("accelerate.utils.modeling:load_checkpoint_in_model", "model", "checkpoint", "device_map", follow=True)
-def load_checkpoint(
-    stock: Stock, model: nn.Module, checkpoint: Any, device_map: Any = None, *args: Any, **kwargs: Any
-) -> Any:
-    """Refuse a checkpoint in the stock layout with a device map: accelerate assigns tensors by the model's names.
-
-    Without a device map it calls `load_state_dict`, which accepts either layout.
+@seam("accelerate.utils.modeling:load_checkpoint_in_model", "model", "checkpoint", follow=True)
+def load_checkpoint(stock: Stock, model: nn.Module, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse a checkpoint in the stock layout: accelerate assigns tensors by the model's names.
 
     Raises:
         InvalidPatcherError: if there is such a checkpoint; the message has what to write instead.
     """
-    if (
-        device_map is not None
-        and carriers_in(model)
-        and (others := sorted(headers_of(checkpoint).tensors.keys() - state_tensors(model).keys()))
-    ):
+    if carriers_in(model) and (others := sorted(headers_of(checkpoint).tensors.keys() - state_tensors(model).keys())):
         raise InvalidPatcherError(
-            f"{checkpoint} is in the layout of transformers, and load_checkpoint_in_model with device_map= goes by "
-            f"the names of the model, which has no {compress(others)[0]}. Load it with from_pretrained(..., "
-            "patcher=..., device_map=...), which converts and dispatches."
+            f"{checkpoint} is in the layout of transformers, and load_checkpoint_in_model of accelerate goes by the "
+            f"names of the model, which has no {compress(others)[0]}. Load it with from_pretrained(..., patcher=..., "
+            "device_map=...), which converts and dispatches."
         )
-    return stock(model, checkpoint, device_map, *args, **kwargs)
+    return stock(model, checkpoint, *args, **kwargs)
 
 
 def check_device_map(load: Constructed) -> None:

@@ -36,7 +36,7 @@ from patcher.loading.reading import expressions_for
 from patcher.loading.record import record_of
 from patcher.loading.saving import SavePlan, load_if_offloaded, plan_original_format
 from patcher.loading.state_dicts import check_in_memory, model_of_transformers
-from patcher.patterns import compress
+from patcher.patterns import compress, inside
 from patcher.resolution.resolution import skeleton
 from patcher.spec import serialization
 from patcher.spec.patcher import Patcher
@@ -164,10 +164,17 @@ def _patcher_of(model: nn.Module) -> Patcher:
     return functools.reduce(operator.or_, patchers) if patchers else Patcher()
 
 
-def new_weights(model: PreTrainedModel, plan: SavePlan | None = None) -> dict[str, str]:
-    """Return name in the checkpoint -> parameter, for weights that patchers declare as new."""
+def new_weights(model: PreTrainedModel, plan: SavePlan | None = None, *, declared: bool = True) -> dict[str, str]:
+    """Return name in the checkpoint -> parameter, for weights that patchers declare as new.
+
+    Without `declared`, also for those that needn't be declared: of a model that was constructed without a checkpoint,
+    and of one whose checkpoint has them.
+    """
     record, expressions = record_of(model), _patcher_of(model).new_weights
-    if record is None or not expressions:
+    if record is None:
+        return {}
+    made = record.paths_of_replacements if not (declared or record.read) else ()
+    if not (expressions or made or (record.new_weights and not declared)):
         return {}
     stock = skeleton(record.model_class, model.config)
     known = stock_revert(stock, dict(stock.state_dict())).keys()
@@ -175,10 +182,11 @@ def new_weights(model: PreTrainedModel, plan: SavePlan | None = None) -> dict[st
     names = {id(value): name for name, value in state.items()}
     saved = (plan or plan_original_format(model)).saved_state_dict(state)
     new = {key: names[id(value)] for key, value in saved.items() if key not in known and id(value) in names}
+    prefixes = tuple(map(inside, made))
     return {
         key: name
         for key, name in new.items()
-        if name in record.new_weights or any(search(text, name) for text in expressions)
+        if name in record.new_weights or name.startswith(prefixes) or any(search(text, name) for text in expressions)
     }
 
 
@@ -223,9 +231,9 @@ def _read(paths: Iterable[str]) -> dict[str, str]:
 
 def check_new_weights(load: Request, unexpected: Iterable[str]) -> Request:
     """Raise for new weights in the files of a load that it doesn't use, and record those that it does."""
-    declared = [text for entry in load.in_force for text in entry.patcher.new_weights]
+    replaces = any(entry.patcher.class_mapping or entry.patcher.module_mapping for entry in load.in_force)
     unexpected = list(unexpected)
-    if not (load.files and (unexpected or declared)):
+    if not (load.files and (unexpected or replaces)):
         return load  # so that a load without either opens no file for it
     new = _read(load.files)
     dropped = [text for entry in load.in_force for text in entry.patcher.dropped_weights]
@@ -251,8 +259,7 @@ def check_new_weights(load: Request, unexpected: Iterable[str]) -> Request:
     if not isinstance(load, Loaded):
         return load
     names = {name for name, _ in named_parameters(load.model)}
-    read = [name for name in names.intersection(new) if any(search(text, name) for text in declared)]
-    record = replace(load.record, new_weights=sort_names({*load.record.new_weights, *read}))
+    record = replace(load.record, new_weights=sort_names({*load.record.new_weights, *names.intersection(new)}))
     return replace(load, record=record)
 
 

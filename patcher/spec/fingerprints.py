@@ -88,8 +88,8 @@ def check_built(patcher: Patcher, classes: Iterable[type] | None, *, all_there: 
     Args:
         classes: the original classes of a model's modules, of whose files code is checked: another imported model may
             have a class of the same name. None for all modeling files.
-        all_there: whether each pinned class must exist somewhere. It needn't be in this model: a preset has
-            fingerprints of a vision tower too, and text models have none.
+        all_there: whether each pinned class must exist somewhere, and one of them in this model. The others needn't:
+            a preset has fingerprints of a vision tower too, and text models have none.
 
     Raises:
         PresetDriftError: with the names of what changed.
@@ -122,6 +122,11 @@ def check_built(patcher: Patcher, classes: Iterable[type] | None, *, all_there: 
         missing -= {cls.__name__ for cls in subclasses(nn.Module)}
         missing -= _defined_in_transformers(missing) if missing else set()
         problems += [(key, key, "and there is no such class or function") for key in missing]
+    if all_there and not pinned and not problems:
+        warn(
+            f"The patcher{f' {patcher.name!r}' if patcher.name else ''} was verified on other models, with "
+            f"{', '.join(patcher.fingerprints)}. patcher.presets.for_model(model) lists what was verified on this one."
+        )
     if problems:
         lines = "\n".join(
             f"  {name}: pinned {', '.join(patcher.fingerprints[key])}, {problem}"

@@ -148,8 +148,8 @@ def _guarded(layer: type[nn.Module], who: str) -> Any:
     if has_backward and can_compile:
         return forward
     no_backward = (
-        f"{who} has no backward pass (has_backward = False): it can't train. Call model.eval(), or load the model "
-        "without it."
+        f"{who} has no backward pass (has_backward = False): it can't train. For inference call model.eval(); for "
+        "gradients load the model without it."
     )
 
     def refuse_to_compile() -> None:

@@ -23,6 +23,11 @@ def counted_half(x: Any) -> Any:
     return modeling_llama.rotate_half(x)
 
 
+def doubled_half(x: Any) -> Any:
+    """Other numbers than the original's, which it calls in its module."""
+    return 2 * modeling_llama.rotate_half(x)
+
+
 def plain_rope(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
     """Other numbers than the original's, and nothing that a compiler would stumble over."""
     return q * cos.unsqueeze(unsqueeze_dim), k * cos.unsqueeze(unsqueeze_dim)

@@ -587,6 +587,26 @@ def test_compiled_code_is_not_that_of_stock(folder: Path, stock: Any) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("patched_first", [True, False])
+def test_compiled_together_with_stock(folder: Path, stock: Any, patched_first: bool) -> None:
+    """A teacher and a student in one graph; torch looks up the global names of inlined code by the module's name."""
+    import torch._dynamo
+
+    hidden, cos = torch.rand(1, 10, 64), torch.rand(1, 10, 16)
+    patched = load(folder, Patcher(function_mapping={"rotate_half": functions.doubled_half}))
+    models = (patched, stock) if patched_first else (stock, patched)
+
+    def both() -> list[torch.Tensor]:
+        return [model.model.layers[0].self_attn(hidden, (cos, cos), None)[0] for model in models]
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        expected, found = both(), torch.compile(both, backend="eager", fullgraph=True)()
+    assert not torch.equal(*expected)
+    assert all(map(torch.equal, found, expected))
+    torch._dynamo.reset()
+
+
 @pytest.mark.libraries
 def test_exported(folder: Path) -> None:
     model = load(folder, PLAIN)

@@ -213,6 +213,18 @@ def test_a_model_that_was_not_loaded_has_them_too(llama: Path, tmp_path: Path, m
     assert len(load_file(tmp_path / "new_weights.safetensors")) == 5
 
 
+def test_those_of_a_model_without_a_checkpoint_need_no_declaration(tmp_path: Path) -> None:
+    undeclared = Patcher({"LlamaRMSNorm": Shifted}, name="undeclared")
+    made = AutoModelForCausalLM.from_config(tiny_llama_config(), patcher=undeclared)
+    made.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, patcher=undeclared)
+    again.save_pretrained(tmp_path)  # the files still name them
+    with pytest.raises(PatchedWeightsError, match=r"(?s)model\.norm\.shift.*They are of 'undeclared'"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(InvalidPatcherError, match="has no weights that a patcher declares as new"):
+        save_new_weights(made, tmp_path)
+
+
 @pytest.mark.parametrize("wrap", [nn.DataParallel, nn.Sequential, partial(torch.compile, backend="eager")])
 def test_a_module_around_the_model_has_them_too(llama: Path, tmp_path: Path, wrap: Any) -> None:
     first, second = trained(llama, BOTH, seed=1), trained(llama, BOTH, seed=2)

@@ -46,7 +46,17 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from patcher import InvalidPatcherError, Patcher, PresetDriftError, UnmatchedPatchError, like, presets, report, verify
+from patcher import (
+    InvalidPatcherError,
+    Patcher,
+    PatcherWarning,
+    PresetDriftError,
+    UnmatchedPatchError,
+    like,
+    presets,
+    report,
+    verify,
+)
 from patcher.spec.fingerprints import check_pins, fingerprint
 from patcher.verification.inputs import chosen_passes
 from patcher.verification.passes import difference
@@ -390,6 +400,16 @@ def test_a_model_within_the_model_is_judged_where_there_is_one() -> None:
         transformers.Gemma3ForConditionalGeneration._from_config(_gemma3_that_sees(), patcher=drifted)
     text = transformers.Gemma3ForCausalLM._from_config(Gemma3TextConfig(**TEXT, head_dim=8), patcher=drifted)
     assert len(report(text).fused) == 4
+
+
+def test_a_model_on_which_nothing_of_it_was_verified_is_told() -> None:
+    """Its fusions are found in any architecture, and its pins say nothing of that."""
+    message = r"'BERT_FUSED_PROJECTIONS' was verified on other models, with BertSelfAttention\."
+    with pytest.warns(PatcherWarning, match=message):
+        transformers.LlamaForCausalLM._from_config(LlamaConfig(**TEXT), patcher=presets.BERT_FUSED_PROJECTIONS)
+    stock = transformers.LlamaForCausalLM._from_config(LlamaConfig(**TEXT))
+    with pytest.warns(PatcherWarning, match=message):
+        presets.BERT_FUSED_PROJECTIONS.apply(stock)
 
 
 def test_a_class_that_is_gone_has_drifted() -> None:

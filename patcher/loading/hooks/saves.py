@@ -66,7 +66,7 @@ def save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: A
     save = None
     if record is not None or names_fusions(self.config) or carriers(self):
         plan = plan_saving(self, arguments["state_dict"], arguments["save_original_format"])
-        new = new_weights(self, plan if plan.original_format else None)
+        new = new_weights(self, plan if plan.original_format else None, declared=False)
         save = _Save(plan, new if plan.original_format else dict.fromkeys(new.values(), ""))
         arguments["save_original_format"] = False
     in_layout = save is not None and bool(save.plan.fusions)

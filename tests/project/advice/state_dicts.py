@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from accelerate import load_checkpoint_and_dispatch
+from accelerate import load_checkpoint_and_dispatch, load_checkpoint_in_model
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -172,3 +172,10 @@ def a_checkpoint_that_is_dispatched(at: Place) -> Steps:
     model = emptied(load(at.llama, QKV))
     yield lambda: load_checkpoint_and_dispatch(model, str(at.llama), device_map={"": "cpu"})
     assert same(load(at.llama, QKV, device_map={"": "cpu"}), at.llama)
+
+
+@advice("Load it with from_pretrained(..., patcher=..., device_map=...), which converts and dispatches.")
+def a_checkpoint_that_is_loaded_in_place(at: Place) -> Steps:
+    model = emptied(load(at.llama, QKV))
+    yield lambda: load_checkpoint_in_model(model, str(at.llama))
+    assert same(load(at.llama, QKV), at.llama)
