@@ -26,11 +26,16 @@ from patcher.expressions import compiled, is_quick
 _stock_conversion_mapping: Callable[..., list[WeightTransform]] = conversion_mapping.get_model_conversion_mapping
 _stock_revert: Callable[..., Any] = vars(modeling_utils)["revert_weight_conversion"]
 
-#: State of a running transform, and what derives from its patterns or is changed when transformers reverses it.
+#: State of a running transform, and attributes that derive from its patterns.
 _RUNTIME_SLOTS = frozenset(
-    "collected_tensors compiled_sources distributed_operation layer_targets quantization_operation "
-    "_original_source_patterns _original_target_patterns _active _was_used".split()
+    "collected_tensors compiled_sources distributed_operation layer_targets quantization_operation _active "
+    "_was_used".split()
 )
+#: whether patterns are as written -> those that aren't
+_OTHER_PATTERNS = {
+    True: ("source_patterns", "target_patterns"),
+    False: ("_original_source_patterns", "_original_target_patterns"),
+}
 
 
 def _values(transform: WeightTransform) -> dict[str, Any]:
@@ -40,9 +45,13 @@ def _values(transform: WeightTransform) -> dict[str, Any]:
     return {**(slots or {}), **(plain or {})}
 
 
-def transform_settings(transform: WeightTransform) -> dict[str, Any]:
-    """Return what distinguishes a transform: its patterns, its scope, its operations."""
-    return {name: value for name, value in _values(transform).items() if name not in _RUNTIME_SLOTS}
+def transform_settings(transform: WeightTransform, *, written: bool = True) -> dict[str, Any]:
+    """Return what distinguishes a transform: its patterns, as written or as they run, its scope, its operations.
+
+    A transform that transformers has reversed, for a save, has other patterns as written than before.
+    """
+    excluded = _RUNTIME_SLOTS.union(_OTHER_PATTERNS[written])
+    return {name: value for name, value in _values(transform).items() if name not in excluded}
 
 
 def source_patterns(transform: WeightTransform) -> list[str]:

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from patcher.spec.patcher import Patcher
 
 
-def identity(transform: WeightTransform) -> tuple[Any, ...]:
+def identity(transform: WeightTransform, *, written: bool = True) -> tuple[Any, ...]:
     """Return a key that is equal for transforms that do the same."""
-    return (type(transform), _frozen(transform_settings(transform)))
+    return (type(transform), _frozen(transform_settings(transform, written=written)))
 
 
 def _frozen(value: Any) -> Any:

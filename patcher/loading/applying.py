@@ -125,9 +125,9 @@ def _reverse_also(model: PreTrainedModel, keys: Iterable[str]) -> None:
 
 
 def _others(conversions: Iterable[Any], known: Iterable[Any]) -> list[Any]:
-    """Return the conversions that equal none of the known ones."""
-    identities = set(map(identity, known))
-    return [conversion for conversion in conversions if identity(conversion) not in identities]
+    """Return the conversions that equal none of the known ones, also if the model was saved in between."""
+    identities = {identity(conversion, written=False) for conversion in known}
+    return [conversion for conversion in conversions if identity(conversion, written=False) not in identities]
 
 
 def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
