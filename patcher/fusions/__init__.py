@@ -5,6 +5,9 @@
 >>> Patcher(fusions=[QKV(modules="model.layers.{0..3}.self_attn"), "gate_up"])
 Patcher(fusions=[QKV(modules=('model.layers.{0..3}.self_attn',)), 'gate_up'])
 
+A fused model trains as stock with an optimizer that works elementwise, as AdamW does. One with statistics of whole
+matrices, such as Adafactor or Muon, takes a joined weight for one matrix, so its steps differ from those of stock.
+
 To write another family, subclass `Fusion`. The families here use nothing but the same public names.
 """
 
