@@ -126,7 +126,7 @@ NOT_HERE = {
     "give the class itself as the replacement, derived from what it replaces": "done in tests/spec/test_forward_of",
     "in whose place it is to run. Give it the parameters of that one.": "done in tests/spec/test_forward_of",
     "Have it read what the original has": "done in tests/spec/test_forward_of",
-    "it can't train. Call model.eval()": "done in tests/spec/test_forward_of",
+    "it can't train. For inference call model.eval()": "done in tests/spec/test_forward_of",
     "that its module has, or a name; write like(": "done in tests/spec/test_like",
     "begins. Correct it, or write like('module:{}')": "done in tests/spec/test_like",
     "by the patcher: class_mapping={{}: ...}, with a class of that layout": "done in tests/libraries/use_kernels",
