@@ -98,6 +98,13 @@ def _tree(branch: Branch, tree: Tree) -> Tree:
     return tree
 
 
+def _name_of(bars: Sequence[Bar]) -> list[str]:
+    """Return the lines of the name that bars have together."""
+    indent = "  " if bars[0].inside else ""
+    name = visible(compress(bar.label for bar in bars)[0])
+    return wrap(name, _LABEL, initial_indent=indent, subsequent_indent=f"{indent}  ", break_long_words=False)
+
+
 def _bars(chart: Chart) -> Iterable[Text]:
     """Render the bars of a chart; consecutive bars that differ only in the number of the layer are one line."""
     length = 20 if chart.is_share else 40  # shares have longer texts beside them
@@ -110,12 +117,7 @@ def _bars(chart: Chart) -> Iterable[Text]:
         return drawn(bar), chart.tone(bar), label, bar.inside, bar.note
 
     runs = [list(run) for _, run in groupby(chart.rows, appearance)]
-    indents = ["  " if run[0].inside else "" for run in runs]
-    labels = [visible(compress(bar.label for bar in run)[0]) for run in runs]
-    names = [
-        wrap(label, _LABEL, initial_indent=indent, subsequent_indent=f"{indent}  ", break_long_words=False)
-        for label, indent in zip(labels, indents, strict=True)
-    ]
+    names = [_name_of(run) for run in runs]
     width = max(len(lines[-1]) for lines in names)
     allowed = round(chart.share(chart.allowed) * length)
     for (*above, name), run in zip(names, runs, strict=True):

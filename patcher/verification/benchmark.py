@@ -58,7 +58,7 @@ class Measured:
 
     @property
     def label(self) -> str:
-        """The name of the patcher, or its representation without pins."""
+        """The name of the patcher, or its representation without pins, with the first of many members."""
         return _label(self.patcher)
 
     def to_dict(self) -> dict[str, Any]:

@@ -213,7 +213,7 @@ GRAPHS: dict[str, tuple[Callable[[], PretrainedConfig], Patcher]] = {
 def test_new_weights_stream_under_a_captured_graph(
     make: Callable[[], PretrainedConfig], patcher_: Patcher, target: str
 ) -> None:
-    """An engine that captured its forward takes the weights of each step of training (issue of weight sync)."""
+    """An engine that captured its forward takes the weights of each step of training."""
     config = make()
     # Stock's grouped matmul of float32 can't be captured.
     engine = load(config, patcher_ if target == "patched" else None, experts_implementation="batched_mm")
