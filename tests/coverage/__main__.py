@@ -7,14 +7,16 @@
     python -m tests.coverage --table                          # only writes the page from what was found
 
 Two architectures at a time, each in a process of its own with a limit of time and memory. What is found is appended to
-`.results.jsonl` beside this file, and in the end summed up in `coverage_fusions.md` and `coverage_split.md`. What is
-compared stands in `tests/coverage/checks.py`. Some architectures need a package of their own:
+`.results.jsonl` beside this file, and in the end summed up in `coverage_fusions.md` and `coverage_split.md`. A result
+counts as long as the release of transformers and the code of fusions and layouts are those that it was found with.
+What is compared stands in `tests/coverage/checks.py`. Some architectures need a package of their own:
 `pip install -e ".[coverage]"`.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import resource
@@ -35,6 +37,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 import torch
 import transformers
 
+import patcher
 from tests.coverage.checks import FAMILIES, FUSIONS, examine
 from tests.coverage.models import KINDS, Architecture, architectures
 from tests.coverage.table import page, summary
@@ -108,11 +111,19 @@ def _is_open(before: dict[str, Any] | None, families: tuple[str, ...], options: 
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
-    """What was found before with this transformers: name -> the last result."""
+    """What was found before with this transformers and this code: name -> the last result."""
     if not path.exists():
         return {}
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return {row["name"]: row for row in rows if row["transformers"] == transformers.__version__}
+    return {row["name"]: row for row in rows if versions().items() <= row.items()}
+
+
+def versions() -> dict[str, str]:
+    """The release of transformers, and a hash of the code that decides what is fused, and how."""
+    package = Path(patcher.__file__).parent
+    files = sorted(file for room in ("fusions", "layouts") for file in (package / room).rglob("*.py"))
+    code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    return {"transformers": transformers.__version__, "code": code}
 
 
 # --- processes -----------------------------------------------------------------------------------------------------
@@ -160,7 +171,7 @@ def _result(run: tuple[Architecture, Any, float], families: tuple[str, ...], pip
         "kind": one.kind,
         "seconds": round(time.monotonic() - started, 1),
         "asked": families,
-        "transformers": transformers.__version__,
+        **versions(),
     }
 
 

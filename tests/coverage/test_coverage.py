@@ -13,8 +13,10 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 
+import patcher
 from patcher.layouts.layouts import Rows
 from patcher.layouts.sources import JoinedRows
+from tests.coverage.__main__ import read_results, versions
 from tests.coverage.checks import FAMILIES, FUSIONS, examine
 from tests.coverage.models import architectures
 from tests.coverage.table import summary
@@ -160,6 +162,17 @@ def test_the_command_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
         "ErnieForMaskedLM",
     }
     assert "| BertForMaskedLM | masked-lm | qkv | 2 of 2 | BertSelfAttention |" in page.read_text()
+
+
+def test_what_was_found_with_other_code_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"name": "A", **versions()}, {"name": "B", **versions(), "code": "other"}, {"name": "C"} | versions()]
+    results = tmp_path / "results.jsonl"
+    results.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    assert [*read_results(results)] == ["A", "C"]
+    (tmp_path / "patcher" / "fusions").mkdir(parents=True)
+    monkeypatch.setattr(patcher, "__file__", str(tmp_path / "patcher" / "__init__.py"))
+    assert [*read_results(results)] == []
 
 
 def test_the_page_that_ships_shows_the_share_that_is_required() -> None:
