@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import symtable
+import ast
 import textwrap
 from typing import Any
 
@@ -64,12 +64,12 @@ def run(text: str, name: str) -> Any:
 
 
 def variables(text: str) -> set[str]:
-    """The names that anything in a function binds."""
-    names, tables = set[str](), symtable.symtable(text, "<text>", "exec").get_children()
-    for table in tables:
-        names |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_local()}
-        tables += table.get_children()
-    return names
+    """The names that anything in a function binds, those of comprehensions too."""
+    nodes = list(ast.walk(ast.parse(text)))
+    names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    names |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    names |= {node.name for node in nodes if isinstance(node, ast.ExceptHandler) and node.name}
+    return names | {node.asname for node in nodes if isinstance(node, ast.alias) and node.asname}
 
 
 @settings(max_examples=150, deadline=None)
