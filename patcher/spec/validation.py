@@ -61,6 +61,11 @@ def _class_item(field: str, key: Any, cls: Any) -> Any:
 
 
 def _path_item(field: str, key: Any, cls: Any) -> Any:
+    if isinstance(key, Like):
+        raise InvalidPatcherError(
+            f"{field}: {key!r} is a key of class_mapping; here a key is the path of a module, such as "
+            "'model.layers.{0..3}.mlp'."
+        )
     if check_path(field, key) == ROOT:
         raise InvalidPatcherError(
             f"{field}: {key!r} is the model itself; give its class in class_mapping={{...}}, by its name."

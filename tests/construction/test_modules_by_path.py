@@ -12,7 +12,7 @@ from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP
 from transformers.pytorch_utils import Conv1D
 
-from patcher import Patcher, UnmatchedPatchError
+from patcher import Patcher, UnmatchedPatchError, like
 from patcher.errors import InvalidPatcherError, PatchConflictError, PatchConstructionError
 from tests.support.replacements import OwnMLP
 from tests.support.tiny import tiny_llama_config
@@ -168,6 +168,11 @@ def test_a_key_means_nothing_inside_of_what_it_has_replaced() -> None:
 def test_the_model_itself_is_named_by_its_class() -> None:
     with pytest.raises(InvalidPatcherError, match=r"'\(root\)' is the model itself; .*class_mapping"):
         Patcher(module_mapping={"(root)": OwnMLP})
+
+
+def test_a_key_of_class_mapping_is_refused() -> None:
+    with pytest.raises(InvalidPatcherError, match=r"module_mapping: like\('LlamaMLP'\) is a key of class_mapping"):
+        Patcher(module_mapping={like("LlamaMLP"): OwnMLP})
 
 
 def test_a_replacement_that_raises_leaves_stock_behind() -> None:
