@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from patcher.errors import PatchConstructionError
 
@@ -16,6 +16,8 @@ process_lock = threading.RLock()
 
 #: How long a thread waits for one that constructs a model: see `ConstructionLock`.
 WAIT_SECONDS = 300.0
+#: How long a fork waits for it; not longer, since it may be waiting for the thread that forks.
+FORK_SECONDS = 10.0
 
 
 class ConstructionLock:
@@ -62,11 +64,20 @@ class ConstructionLock:
             self._holder = outer
             self._lock.release()
 
-    def after_fork_in_child(self) -> None:
-        """Release the lock if a thread holds it that the child doesn't have."""
-        if self._lock.acquire(blocking=False):
+    def before_fork(self) -> None:
+        """Wait for another thread that constructs: the child would have what it has rebound, and never the original."""
+        self._lock.acquire(timeout=FORK_SECONDS)
+
+    def after_fork_in_parent(self) -> None:
+        """Release the lock, unless it wasn't acquired in time."""
+        with suppress(RuntimeError):
             self._lock.release()
-        else:
+
+    def after_fork_in_child(self) -> None:
+        """Do the same; the child doesn't have the thread that holds a lock which wasn't acquired."""
+        try:
+            self._lock.release()
+        except RuntimeError:
             self._lock._at_fork_reinit()  # type: ignore[attr-defined]
             self._holder = None
 
@@ -79,4 +90,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=process_lock.acquire, after_in_parent=process_lock.release, after_in_child=process_lock.release
     )
-    os.register_at_fork(after_in_child=construction_lock.after_fork_in_child)
+    os.register_at_fork(
+        before=construction_lock.before_fork,
+        after_in_parent=construction_lock.after_fork_in_parent,
+        after_in_child=construction_lock.after_fork_in_child,
+    )

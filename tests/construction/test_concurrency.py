@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import pickle
 import random
 import sys
@@ -321,6 +322,38 @@ def test_models_built_by_hand_beside_loads_are_tied_and_leave_torch_as_it_was(ch
     finally:
         sys.setswitchinterval(interval)
     assert changes(before) == []
+
+
+def forks_in_the_middle_of_loads(checkpoint: Path) -> None:
+    """Run in a process of its own: forked children look at what a construction rebinds for the whole process."""
+    load(checkpoint, "first")  # whatever is imported or made once is there now
+    before, over = snapshot(), threading.Event()
+
+    def loads() -> None:
+        while not over.is_set():
+            load(checkpoint, "first")
+
+    thread = threading.Thread(target=loads)
+    thread.start()
+    try:
+        for _ in range(40):
+            child = os.fork()
+            if not child:
+                if found := changes(before):
+                    print(found, file=sys.stderr, flush=True)
+                os._exit(len(found) > 0)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.process
+def test_a_fork_waits_for_what_another_thread_constructs(checkpoint: Path) -> None:
+    code = (
+        f"from tests.construction.test_concurrency import *; forks_in_the_middle_of_loads(Path({str(checkpoint)!r}))"
+    )
+    fresh.run(code)
 
 
 FORK = """
