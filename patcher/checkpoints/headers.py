@@ -65,13 +65,11 @@ class Headers:
     Attributes:
         where: the file or repo.
         tensors: key -> meta tensor.
-        unknown: keys whose shapes aren't known, since their shard is missing.
         files: the files that were opened.
     """
 
     where: str
     tensors: dict[str, torch.Tensor]
-    unknown: frozenset[str] = frozenset()
     files: tuple[str, ...] = ()
 
 
@@ -122,58 +120,31 @@ def headers_of(
             )
         path, subfolder = Path(config).parent, ""
     if not path.is_dir():
-        return _headers_of_file(path, may_lack_shards=True)
+        return _headers_of_file(path)
     for name in names:
         if (path / subfolder / name).exists():
             return _headers_of_file(path / subfolder / name)
     raise InvalidPatcherError(
         f"{path / subfolder} has no checkpoint: none of {', '.join(names)}. "
-        "Pass checkpoint=, a folder, an index or a mapping of keys to shapes, or a config in place of the folder."
+        "Pass checkpoint=, a folder, a file or an index, or a config in place of the folder."
     )
-
-
-def headers_of_mapping(tensors: Mapping[str, Any]) -> Headers:
-    """Make headers from key -> shape, key -> object with a shape, or key -> None for an unknown shape.
-
-    >>> headers_of_mapping({"norm.weight": (64,), "bias": None}).unknown
-    frozenset({'bias'})
-
-    Raises:
-        InvalidPatcherError: if a value isn't a shape.
-    """
-    meta_tensors: dict[str, torch.Tensor] = {}
-    for key, value in tensors.items():
-        shape = () if value is None else getattr(value, "shape", value)
-        try:
-            if not isinstance(key, str):
-                raise TypeError(f"a key is a name, found {key!r}")
-            meta_tensors[key] = _on_meta(shape, getattr(value, "dtype", torch.float32))
-        except Exception as error:
-            raise InvalidPatcherError(
-                f"checkpoint= maps keys to shapes, found {value!r} for {key!r} ({_reason(error)}); "
-                f"write {{{key!r}: (64, 64)}}."
-            ) from error
-    return Headers("the given shapes", meta_tensors, frozenset(key for key in tensors if tensors[key] is None))
 
 
 def _on_meta(shape: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
-def _headers_of_file(path: Path, *, may_lack_shards: bool = False) -> Headers:
-    """Read the headers of a file or an index; shards may be missing if the index itself was requested."""
+def _headers_of_file(path: Path) -> Headers:
+    """Read the headers of a file, or of the shards of an index."""
     if not (".index." in path.name and path.suffix == ".json"):  # a variant is written before the suffix
-        return Headers(str(path), _tensors_of_file(path), files=(str(path),))
+        return Headers(str(path), _tensors_of_file(path), (str(path),))
     with _reading(path):
         shards = shards_of_index(path)
         if not shards or not all(map(_is_below, shards)) or len({PurePath(name).suffix for name in shards}) > 1:
             raise ValueError(f"it must name files of one kind, in its folder, found {', '.join(list(shards)[:3])}")
-        present = [name for name in shards if not may_lack_shards or os.path.lexists(path.parent / name)]
-    unknown = frozenset(key for name in shards.keys() - present for key in shards[name])
-    tensors = {key: _on_meta((), torch.float32) for key in unknown}
-    for name in present:
-        tensors |= _tensors_of_file(path.parent / name, f"; to plan by names alone pass checkpoint={str(path)!r}")
-    return Headers(str(path), tensors, unknown, tuple(str(path.parent / name) for name in present))
+    files = [path.parent / name for name in shards]
+    tensors = {key: tensor for file in files for key, tensor in _tensors_of_file(file).items()}
+    return Headers(str(path), tensors, tuple(map(str, files)))
 
 
 def _is_below(name: Any) -> bool:
@@ -197,14 +168,14 @@ def _reading(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _tensors_of_file(path: Path, hint: str = "") -> dict[str, torch.Tensor]:
+def _tensors_of_file(path: Path) -> dict[str, torch.Tensor]:
     if path.suffix not in (".safetensors", ".bin", ".pt", ".pth"):
         raise InvalidPatcherError(
             f"{path} isn't a checkpoint that can be read by name and shape; "
             "pass a .safetensors or .bin file, or an index."
         )
     if not os.path.lexists(path):
-        raise InvalidPatcherError(f"{path} is missing, and a load needs it: fetch it{hint}.")
+        raise InvalidPatcherError(f"{path} is missing, and a load needs it: fetch it.")
     with _reading(path):
         if path.suffix == ".safetensors":
             with safe_open(path, framework="np") as file:  # unlike "pt", it maps files larger than the memory

@@ -10,22 +10,20 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from patcher.compat.models import (
-    DisableTorchFunction,
     is_initialized,
     mark_initialized,
     named_modules,
     named_parameters,
 )
 from patcher.errors import PatchConstructionError
-from patcher.fusions.families import is_builtin, name_or_fusion
+from patcher.fusions.families import name_or_fusion
 from patcher.fusions.lookups import member
 from patcher.fusions.methods import is_importable
 from patcher.fusions.old_names import Moved, OldNames
@@ -112,20 +110,6 @@ class FusedModule(OldNames):
         fuse_in_place([(module, layouts, made_by.original, name)])
 
     __reduce_ex__ = reduce_by_recipe
-
-
-def fuse_all(modules: Sequence[tuple[str | Fusion, nn.Module, type[nn.Module], Iterable[Layout]]]) -> None:
-    """Convert modules to rewritten classes, each with its family and its layouts.
-
-    Raises:
-        PatchConstructionError: the layouts leave a part of a layer behind.
-    """
-    names = {fusion: name_or_fusion(fusion) for fusion in dict.fromkeys(fusion for fusion, *_ in modules)}
-    # Under `torch.device(...)` each access to a tensor goes through a mode; families of patcher don't need it.
-    with DisableTorchFunction() if all(map(is_builtin, names.values())) else nullcontext():
-        fuse_in_place([(module, layouts, type(module), names[fusion]) for fusion, module, _, layouts in modules])
-    for _, module, cls, _ in modules:
-        module.__class__ = cls  # last, as the fused class has properties for the old names
 
 
 def put_in_place(module: nn.Module, cls: Any, layouts: Iterable[Layout], fusion: Any) -> nn.Module:

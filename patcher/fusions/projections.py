@@ -15,7 +15,7 @@ from patcher.fusions.fused_module import fused_class
 from patcher.fusions.joined import Joined, JoinedProjections, part_property
 from patcher.fusions.methods import NotUnderstoodError, located, method_to_rewrite, names_in, trees_of
 from patcher.fusions.rewrite import compile_subclass, rewritten
-from patcher.fusions.sharing import Candidate, Form, digest_of, forms_of, forms_of_all
+from patcher.fusions.sharing import Candidate, Form, digest_of, forms_of
 from patcher.layouts.layouts import Layout, Rows
 
 #: The recipe of a fused class: which projections are joined, and how the methods are rewritten.
@@ -91,7 +91,10 @@ class Projections(Fusion):
         group = next(iter(self.groups(sorted(names))), None)
         if group is None:
             raise InvalidPatcherError(f"{self.name} finds no projections in {original_cls.__qualname__}.")
-        return fused_class(self, original_cls, (Joined(group, self._free_name(names)), forms_of(bare, group, None)))
+        forms = forms_of({"": (bare, group, None)})[""]
+        if isinstance(forms, str):
+            raise NotUnderstoodError(forms)
+        return fused_class(self, original_cls, (Joined(group, self._free_name(names)), forms))
 
     def make_class(self, original_cls: type[nn.Module], recipe: Any) -> type[nn.Module]:
         """Return the class with rewritten methods.
@@ -196,7 +199,7 @@ class Projections(Fusion):
             plans[path] = why_unlike(group, [module._modules[name] for name in group])
             if not plans[path] and "forward" in vars(module):
                 plans[path] = "its forward was replaced on the object"
-        results = forms_of_all({path: candidate for path, candidate in candidates.items() if not plans[path]})
+        results = forms_of({path: candidate for path, candidate in candidates.items() if not plans[path]})
         for path, forms in results.items():
             module, group, _ = candidates[path]
             plans[path] = forms if isinstance(forms, str) else (self._joined(module, group), forms)

@@ -137,20 +137,11 @@ _analyses: weakref.WeakKeyDictionary[type[nn.Module], list[_Analysis]] = weakref
 Candidate = tuple[nn.Module, tuple[str, ...], Caller | None]
 
 
-def forms_of(module: nn.Module, group: tuple[str, ...], caller: Caller | None) -> tuple[Form, ...]:
-    """Return how the methods of a module that call its projections are rewritten.
+def forms_of(candidates: Mapping[str, Candidate]) -> dict[str, tuple[Form, ...] | str]:
+    """Return by path how the methods that call the projections of a module are rewritten, or why they can't be.
 
-    Raises:
-        NotUnderstoodError: they can't be, with the line.
+    Identical modules are analyzed once.
     """
-    forms = forms_of_all({"": (module, group, caller)})[""]
-    if isinstance(forms, str):
-        raise NotUnderstoodError(forms)
-    return forms
-
-
-def forms_of_all(candidates: Mapping[str, Candidate]) -> dict[str, tuple[Form, ...] | str]:
-    """Return the forms of modules by path, or why there are none. Identical modules are analyzed once."""
     callers = {path: caller.classes if caller is not None else None for path, (_, _, caller) in candidates.items()}
     is_cached = {cls: is_importable(cls) for cls in {type(module) for module, _, _ in candidates.values()}}
     result: dict[str, tuple[Form, ...] | str] = {}

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
-from patcher.checkpoints.headers import VARIANT, Headers, headers_of, headers_of_mapping
+from patcher.checkpoints.headers import VARIANT, Headers, headers_of
 from patcher.checkpoints.model_classes import PLACES, config_of, model_class_of
-from patcher.compat.conversions import stock_revert, with_model_prefix
 from patcher.compat.models import state_tensors
 from patcher.construction.in_force import in_force_for
 from patcher.display.parts import Cell, Notes, Part, Table
@@ -48,7 +47,6 @@ class Plan(Patched):
         left_over: the unused checkpoint keys, as the load renames them.
         wrong_shape: (parameter, found, expected).
         unseen: (what may be wrong, parameters) of weights that fit by shape and may still have other values.
-        unknown_shapes: how many keys were planned by name alone, because their shapes aren't known.
         misfits: (class, where it is called, problem) of replacements that can't be called like the original.
         problems: the messages that the load would raise, in order, and a message for each misfit.
     """
@@ -61,7 +59,6 @@ class Plan(Patched):
     left_over: tuple[str, ...] = ()
     wrong_shape: tuple[tuple[str, str, str], ...] = ()
     unseen: Unseen = ()
-    unknown_shapes: int = 0
     misfits: tuple[tuple[str, str, str], ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -79,8 +76,6 @@ class Plan(Patched):
         text = f"{self.model}: {self._counted('would be replaced')}"
         if not self.checkpoint:
             text += "; no checkpoint was given, so conversions and weights are not checked"
-        elif self.unknown_shapes:
-            text += f"; {self.unknown_shapes} tensors of {self.checkpoint} by name alone, their shapes are unknown"
         else:
             text += f"; names and shapes from {self.checkpoint}"
         return f"{text}. {'No problem was found.' if self.ok else 'There are problems.'}"
@@ -108,7 +103,7 @@ def plan(
     patcher: Patcher,
     *,
     model_class: Any = None,
-    checkpoint: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> Plan:
     """Return what a load would do, without reading a weight.
@@ -128,14 +123,13 @@ def plan(
     Correct or remove them; with strict=False this is a warning.
 
     The load itself is run on the meta device up to the read; the rest is decided by names and shapes. From a repo on
-    the hub, only the config and the headers of the safetensors files are fetched. With an index as `checkpoint=`, the
-    shards need not exist: shapes are then those that the stock model saves.
+    the hub, only the config and the headers of the safetensors files are fetched.
 
     Args:
         model: a repo, a folder or a config.
         patcher: the patcher to load it with.
         model_class: the class or the Auto class to load, if not the one that the config names as its architecture.
-        checkpoint: names and shapes from elsewhere: a folder, a file, an index, or a mapping of keys to shapes.
+        checkpoint: names and shapes from elsewhere: a folder, a file, an index or a repo.
         options: arguments of `from_pretrained`: `revision`, `token`, `trust_remote_code`, `key_mapping`, ...
 
     Raises:
@@ -161,9 +155,7 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
     config = config_of(model, options)
     headers, layout = _headers(model, checkpoint, config, options)
     cls = model_class_of(config, model_class, model, options)
-    if headers.unknown:
-        headers = _completed(headers, skeleton(cls, config))
-    run = DryRun(headers.unknown, has_checkpoint=bool(headers.where), files=headers.files, runtime_layout=bool(layout))
+    run = DryRun(has_checkpoint=bool(headers.where), files=headers.files, runtime_layout=bool(layout))
     arguments = {name: value for name, value in options.items() if name not in PLACES}
     if layout:  # the layout of the weights decides
         fusion_config = options.get("fusion_config") or getattr(config, "fusion_config", None)
@@ -214,7 +206,6 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
         left_over=left_over,
         wrong_shape=tuple(mismatched),
         unseen=unseen(routing.routes, record, tensors=headers.tensors, parameters=parameters),
-        unknown_shapes=sum(key in headers.unknown for route in routing.routes for key in route.keys),
         misfits=wrong_calls,
         problems=tuple(problems),
         warnings=diagnostics.warnings,
@@ -237,8 +228,10 @@ def _headers(
     """Return the headers of the checkpoint, empty if there is none, and the fusions of its runtime layout."""
     if options.get("gguf_file"):
         raise InvalidPatcherError("plan can't read GGUF files; load the model, save it, and plan that folder.")
-    if isinstance(checkpoint, Mapping):
-        return headers_of_mapping(checkpoint), []
+    if not isinstance(checkpoint, str | os.PathLike | None):
+        raise InvalidPatcherError(
+            f"checkpoint= is a {type(checkpoint).__name__}; pass a folder, a file, an index or a repo."
+        )
     if checkpoint is None and isinstance(model, PretrainedConfig):
         return Headers("", {}), []
     places = {name: value for name, value in options.items() if name in PLACES}
@@ -249,11 +242,3 @@ def _headers(
     if checkpoint is None and not layout:
         places["named"] = getattr(config, "transformers_weights", None)
     return headers_of(source, **(places | {"variant": VARIANT} if layout else places)), layout
-
-
-def _completed(headers: Headers, stock: PreTrainedModel) -> Headers:
-    """Return headers with the shapes that the stock model saves for keys without a shape."""
-    saved = stock_revert(stock, dict(stock.state_dict()))
-    tensors = {key: saved.get(with_model_prefix(key, stock, saved)) for key in headers.unknown}
-    known = {key: tensor for key, tensor in tensors.items() if tensor is not None}
-    return replace(headers, tensors={**headers.tensors, **known}, unknown=headers.unknown - known.keys())

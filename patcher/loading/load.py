@@ -46,8 +46,6 @@ from patcher.spec.fingerprints import check_pins
 class DryRun:
     """A load that stops before it reads weights."""
 
-    #: checkpoint keys whose shapes are unknown
-    unknown: frozenset[str] = frozenset()
     #: without a checkpoint, conversions and weights aren't checked
     has_checkpoint: bool = True
     files: tuple[str, ...] = ()

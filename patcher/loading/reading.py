@@ -87,11 +87,7 @@ def stock_routing(selected: Selected, checkpoint: Mapping[str, Any]) -> Routing:
     """Return the routing of a checkpoint into the stock model."""
     stock = skeleton(selected.record.model_class, selected.model.config)
     conversions = stock_conversions(stock, dict(selected.key_mapping) if selected.key_mapping else None)
-    return Router(stock, checkpoint, conversions, unknown=_unknown_keys(selected)).run()
-
-
-def _unknown_keys(selected: Selected) -> frozenset[str]:
-    return selected.dry_run.unknown if selected.dry_run is not None else frozenset()
+    return Router(stock, checkpoint, conversions).run()
 
 
 def _route(selected: Selected, checkpoint: Mapping[str, Any], mapping: list[Any], load_config: Any) -> Routing:
@@ -114,7 +110,6 @@ def _route(selected: Selected, checkpoint: Mapping[str, Any], mapping: list[Any]
         selected.conversions.added,
         num_key_mapping=len(selected.key_mapping or ()),
         replaced=selected.record.paths_of_replacements,
-        unknown=_unknown_keys(selected),
         quantizer=load_config.hf_quantizer,
         dtype=dtype if selected.dry_run is None else None,
     )

@@ -83,7 +83,6 @@ class Router:
         added: those of patchers.
         num_key_mapping: how many of `mapping`, the first ones, are those of a `key_mapping`.
         replaced: the paths of the modules that mappings have replaced.
-        unknown: the keys whose shapes are unknown: they are taken to fit.
         quantizer: that of the load; weights that it has written are read unchanged, or refused.
         dtype: returns the dtype that a parameter will have; None if nothing will be read.
         stock: the state dict of the model without its fusions, and which names of it are parts of fused parameters.
@@ -95,7 +94,6 @@ class Router:
     added: Sequence[Added] = ()
     num_key_mapping: int = 0
     replaced: tuple[str, ...] = ()
-    unknown: AbstractSet[str] = frozenset()
     quantizer: Any = None
     dtype: Callable[[str], torch.dtype] | None = None
     stock: tuple[dict[str, torch.Tensor], AbstractSet[str]] | None = None
@@ -192,7 +190,7 @@ class Router:
                 if other.name not in self.stock_state:
                     continue  # no other tensor goes there
                 expected, shape = tuple(self.stock_state[other.name].shape), shape_of(self.checkpoint[key])
-                if other.converter is not None or key in self.unknown or shape == expected:
+                if other.converter is not None or shape == expected:
                     resolved[key] = other
                 else:
                     misfits.append(f"{other.name}: found {shape}, expected {expected}")
@@ -221,8 +219,6 @@ class Router:
                     self.routing.unexpected_keys.add(name)
                     continue
             self._note_origin(name, (key,), bool(added))
-            tensor = self.stock_state[name] if name in self.stock_state else self.state[name]
-            shape = tuple(tensor.shape) if key in self.unknown else shape
             layout = Rows((key,), (name,), (shape,)) if added else None
             if name in self.part_names:
                 self.parts[name] = _Part(self.routing.rest.pop(key), (key,))
@@ -278,14 +274,12 @@ class Router:
                 self.routing.sources[name] = source
 
     def _find_layout(self, group: Group, is_added: bool) -> Converted:
-        is_known = self.unknown.isdisjoint(group.keys)
         try:
-            if is_known:
-                return group.layout(self.view)
+            return group.layout(self.view)
         except Exception:
             if has_known_operations(group.transform) or not is_added:
                 raise
-        if is_known and self.dtype is not None:  # it may need values
+        if self.dtype is not None:  # it may need values
             values = {key: self.checkpoint[key][...] for key in group.keys}
             return group.layout(self.view, self._cast(values, group.first))
         names = [name for name in target_names(group.transform, group.first) if name in self.stock_state]
@@ -346,7 +340,7 @@ class Router:
             misfits = [
                 f"{name}: found {shapes[name]}, expected {shape}"
                 for name, shape in zip(layout.stock, layout.stock_shapes, strict=True)
-                if name in shapes and shapes[name] != shape and self.unknown.isdisjoint(self.parts[name].keys)
+                if name in shapes and shapes[name] != shape
             ]
             if misfits or len(parts) < len(layout.stock):
                 self._note_incomplete(layout, placed, prefix, misfits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -29,7 +30,7 @@ from patcher.functions.models import NO_FUNCTIONS, Functions, find_functions, fu
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusion_named, is_builtin, name_or_fusion
 from patcher.fusions.finding import discover
-from patcher.fusions.fused_module import FusedModule, fuse_all, put_in_place, takes_modules
+from patcher.fusions.fused_module import FusedModule, fuse_in_place, put_in_place, takes_modules
 from patcher.layouts.carried import fused_layouts
 from patcher.layouts.layouts import Layout
 from patcher.layouts.transforms import describe, select_conversions
@@ -265,11 +266,17 @@ def fuse_constructed_modules(construction: Construction, model: PreTrainedModel)
     # Modules of parts that were loaded separately are fused already.
     unfused = [path for path, module in modules.items() if unrebound(type(module)) is not classes[path]]
     in_place = [path for path in unfused if issubclass(classes[path], FusedModule)]
-    fuse_all([(fusions[path], modules[path], classes[path], plan.layouts.get(path, ())) for path in in_place])
+    names = {fusion: name_or_fusion(fusion) for fusion in dict.fromkeys(fusions.values())}
+    layouts = {path: plan.layouts.get(path, ()) for path in unfused}
+    # Under `torch.device(...)` each access to a tensor goes through a mode; families of patcher don't need it.
+    with DisableTorchFunction() if all(map(is_builtin, names)) else nullcontext():
+        fuse_in_place((modules[path], layouts[path], type(modules[path]), names[fusions[path]]) for path in in_place)
     for path in unfused:
         module = model.get_submodule(path)
-        if path not in in_place:
-            module = put_in_place(module, classes[path], plan.layouts.get(path, ()), name_or_fusion(fusions[path]))
+        if path in in_place:
+            module.__class__ = classes[path]  # after all are fused: it has properties for the old names
+        else:
+            module = put_in_place(module, classes[path], layouts[path], names[fusions[path]])
             parent, _, name = path.rpartition(".")
             model.get_submodule(parent)._modules[name] = module
         mark_original_class(module, resolution.original_classes[path])

@@ -7,6 +7,8 @@ import pickle
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import BartConfig, LlamaForCausalLM, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
@@ -107,9 +109,10 @@ def test_weights_hang_at_their_modules_by_their_names_there(llama: Path) -> None
     assert "gate_up_proj.weight  Concatenate(dim=0)" in str(value)
 
 
-def test_tensors_of_no_module_hang_at_the_model(llama: Path) -> None:
-    shapes = {"model.embed_tokens.weight": [99, 64], "elsewhere.0.weight": [1]}
-    tree = plan(tiny_llama_config(architectures=["LlamaForCausalLM"]), OWN, checkpoint=shapes).tree
+def test_tensors_of_no_module_hang_at_the_model(tmp_path: Path) -> None:
+    file = tmp_path / "other.safetensors"
+    save_file({"model.embed_tokens.weight": torch.zeros(99, 64), "elsewhere.0.weight": torch.zeros(1)}, file)
+    tree = plan(tiny_llama_config(architectures=["LlamaForCausalLM"]), OWN, checkpoint=file).tree
 
     assert tree is not None
     assert tree.weights == (Weights("left over", ("elsewhere.0.weight",)),)

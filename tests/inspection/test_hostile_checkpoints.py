@@ -492,32 +492,3 @@ def test_nothing_is_opened_that_is_no_file(original: dict[str, Path], tmp_path: 
     said = [line.rpartition(" ") for line in done.stdout.splitlines() if line.startswith(tuple(cases))]
     assert len(said) == 5 * 5 * 2
     assert [(case, word) for case, _, word in said if word not in ("refused", "False")] == []
-
-
-# --- names and shapes from a mapping, and from a hub ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [(-1,), (2**62, 8), (2**70,), "12", (1.5,), ([1],), {"a": 1}, object(), (None,), 5, float("nan")],
-)
-def test_a_mapping_of_keys_to_what_is_no_shape_is_refused(shape: Any) -> None:
-    with pytest.raises(InvalidPatcherError, match=r"maps keys to shapes, found .* write \{'x': \(64, 64\)\}"):
-        patcher.plan(tiny_llama_config(), OWN, checkpoint={"x": shape})
-
-
-@pytest.mark.parametrize("key", [1, None, ("a",), b"a"])
-def test_a_mapping_of_what_are_no_names_is_refused(key: Any) -> None:
-    with pytest.raises(InvalidPatcherError, match="checkpoint= maps keys to shapes"):
-        patcher.plan(tiny_llama_config(), OWN, checkpoint={key: (64,)})
-
-
-def test_what_the_error_of_a_missing_shard_advises_works(original: dict[str, Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(original["sharded"], tmp_path / "model")
-    first_shard(folder).unlink()
-    with pytest.raises(
-        InvalidPatcherError, match=r"is missing, and a load needs it: fetch it; .* pass check"
-    ) as raised:
-        patcher.plan(folder, OWN)
-    advised = str(raised.value).split("pass checkpoint=")[1].rstrip(".").strip("'")
-    assert patcher.plan(folder, OWN, checkpoint=advised).ok

@@ -33,7 +33,6 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeRMSNorm
 import patcher as package
 from patcher import InvalidPatcherError, Patcher, PatcherError, PatcherWarning, Plan, plan
 from patcher.fusions import QKV
-from patcher.layouts.transforms import describe
 from patcher.patterns import compress
 from patcher.source.call_sites import why_unfit
 from tests.support import shared
@@ -316,31 +315,12 @@ def test_no_weight_is_read_from_a_safetensors_file(folders: Callable[[str], Path
         LlamaForCausalLM.from_pretrained(tmp_path, patcher=asked)
 
 
-def test_an_index_alone_does_for_the_names(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = folders("moe")
+def test_an_index_whose_shards_are_missing_is_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors.index.json"):
-        (tmp_path / name).write_text((folder / name).read_text())
-    for patcher in (Patcher(), Patcher(fusions=["qkv", "sequential_experts"]), Patcher({}, "gate_up_proj")):
-        by_shape = plan(folder, patcher)
-        with pytest.raises(InvalidPatcherError, match=r"is missing, and a load needs it: fetch it; to plan by names"):
-            plan(tmp_path, patcher)
-        by_name = plan(tmp_path, patcher, checkpoint=tmp_path / "model.safetensors.index.json")
-        assert by_name.ok == by_shape.ok
-        for field in ("problems", "weights", "missing", "left_over", "conversions_added", "fused"):
-            assert getattr(by_name, field) == getattr(by_shape, field), field
-
-
-def test_what_the_stock_model_has_no_shape_for_is_planned_by_name(tmp_path: Path) -> None:
-    config = tiny_llama_config()
-    keys: dict[str, Any] = {f"model.layers.{i}.mlp.{n}_proj.weight": None for i in range(2) for n in "ab"}
-    converter = WeightConverter(["mlp.a_proj.weight", "mlp.b_proj.weight"], ["mlp.up_proj.weight"], [Concatenate(0)])
-    planned = plan(config, Patcher(extra_weight_conversions=converter), checkpoint=keys)
-    assert planned.ok
-    assert planned.unknown_shapes == 4
-    taken = ("model.layers.{0..1}.mlp.a_proj.weight", "model.layers.{0..1}.mlp.b_proj.weight")
-    made = ("model.layers.{0..1}.mlp.up_proj.weight",)
-    assert planned.weights == ((taken, made, describe(converter)),)
-    assert planned.conversions_added == ((describe(converter), taken),)
+        shutil.copy(folders("moe") / name, tmp_path)
+    for options in ({}, {"checkpoint": tmp_path / "model.safetensors.index.json"}):
+        with pytest.raises(InvalidPatcherError, match=r"-of-\d+\.safetensors is missing, and a load needs it"):
+            plan(tmp_path, Patcher(), **options)
 
 
 @pytest.mark.parametrize("old_format", [False, True])
@@ -373,16 +353,17 @@ def test_of_two_keys_of_one_parameter_the_load_takes_the_first(wrong: str, tmp_p
             LlamaForCausalLM.from_pretrained(tmp_path, **renamed)
 
 
-def test_a_mapping_of_shapes_stands_for_a_checkpoint() -> None:
-    config = tiny_llama_config()
-    shapes = {key: value.shape for key, value in AutoModelForCausalLM.from_config(config).state_dict().items()}
-    assert plan(config, JOINED, checkpoint=shapes).ok
-    shapes["model.layers.1.mlp.up_proj.weight"] = (95, 64)
-    (problem,) = plan(config, JOINED, checkpoint=shapes).problems
-    assert "model.layers.1.mlp.up_proj.weight: found (95, 64), expected (96, 64)" in problem
-    (problem,) = plan(config, Patcher(), checkpoint=shapes).problems
-    assert "model.layers.1.mlp.up_proj.weight: found (95, 64), expected (96, 64)" in problem
-    assert plan(config, Patcher(), checkpoint=shapes, ignore_mismatched_sizes=True).ok
+def test_a_config_with_a_checkpoint_from_elsewhere(tmp_path: Path) -> None:
+    config, file = tiny_llama_config(), tmp_path / "other.safetensors"
+    tensors = AutoModelForCausalLM.from_config(config).state_dict()
+    save_file(tensors, file)
+    assert plan(config, JOINED, checkpoint=file).ok
+    tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(95, 64)
+    save_file(tensors, file)
+    for patcher in (JOINED, Patcher()):
+        (problem,) = plan(config, patcher, checkpoint=file).problems
+        assert "model.layers.1.mlp.up_proj.weight: found (95, 64), expected (96, 64)" in problem
+    assert plan(config, Patcher(), checkpoint=file, ignore_mismatched_sizes=True).ok
 
 
 def test_a_config_alone_has_no_weights_to_judge() -> None:
@@ -622,11 +603,7 @@ def test_a_plan_is_read_in_a_terminal_in_a_notebook_and_as_json(folders: Callabl
         ),
         ((tiny_llama_config(), OWN), {"model_class": nn.Linear}, "model_class= takes a model class, or an Auto"),
         ((tiny_llama_config(architectures=["Nothing"]), OWN), {}, "names Nothing as its architecture"),
-        (
-            (tiny_llama_config(), OWN),
-            {"checkpoint": {"x": "y"}},
-            r"checkpoint= maps keys to shapes, found 'y' for 'x'",
-        ),
+        ((tiny_llama_config(), OWN), {"checkpoint": {"x": "y"}}, "checkpoint= is a dict; pass a folder, a file, an"),
         ((tiny_llama_config(), OWN), {"gguf_file": "x.gguf"}, "plan can't read GGUF files"),
         (
             (tiny_llama_config(), OWN),

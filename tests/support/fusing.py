@@ -6,7 +6,7 @@ from torch import nn
 
 from patcher.fusions import FusedModule, Fusion
 from patcher.fusions.families import fusion_named, name_or_fusion
-from patcher.fusions.fused_module import fuse_all, put_in_place
+from patcher.fusions.fused_module import fuse_in_place, put_in_place
 
 
 def fuse(fusion: str | Fusion, module: nn.Module, cls: type[nn.Module]) -> nn.Module:
@@ -14,5 +14,6 @@ def fuse(fusion: str | Fusion, module: nn.Module, cls: type[nn.Module]) -> nn.Mo
     layouts = fusion_named(fusion).layouts(module)
     if not issubclass(cls, FusedModule):
         return put_in_place(module, cls, layouts, name_or_fusion(fusion))
-    fuse_all([(fusion, module, cls, layouts)])
+    fuse_in_place([(module, layouts, type(module), name_or_fusion(fusion))])
+    module.__class__ = cls
     return module

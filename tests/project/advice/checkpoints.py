@@ -64,7 +64,7 @@ BROKEN: list[tuple[str, Callable[[Path], Any]]] = [
 
 @advice(
     "Fetch its config.json again, or install the release of transformers that knows it.",
-    "{} is missing, and a load needs it: fetch it{}.",
+    "{} is missing, and a load needs it: fetch it.",
     "{} can't be read as a load would read it: {}. Fetch it again, from a source that you trust.",
     "the config of {} says {}={}, and at most {} make sense. Fetch it again, or correct it.",
 )
@@ -95,11 +95,10 @@ def code_that_is_not_trusted(at: Place) -> Steps:
     assert patcher.plan(folder, OWN, trust_remote_code=trusted).ok
 
 
-@advice("checkpoint= maps keys to shapes, found {} for {} ({}); write {{}: (64, 64)}.")
-def a_mapping_to_something_else(at: Place) -> Steps:
-    said = yield lambda: patcher.plan(at.llama, OWN, checkpoint={"lm_head.weight": "wide"})
-    mapping = written(said, r"write (.*)\.$")
-    assert patcher.plan(at.llama, OWN, checkpoint=mapping).wrong_shape
+@advice("checkpoint= is a {}; pass a folder, a file, an index or a repo.")
+def a_state_dict_for_a_checkpoint(at: Place) -> Steps:
+    yield lambda: patcher.plan(at.llama, OWN, checkpoint={"lm_head.weight": (128, 64)})  # type: ignore[arg-type]
+    assert patcher.plan(at.llama, OWN, checkpoint=at.llama / "model.safetensors").ok
 
 
 # --- weights that are joined ---------------------------------------------------------------------------------------
