@@ -365,7 +365,7 @@ class FusedLayers:
             members.pop("run_expert", None)
         elif members["run_expert"] == default["run_expert"]:
             has_own_gate = any(function.name == "_apply_gate" for function in functions)
-            members["run_expert"] = _run_expert(module, has_own_gate)
+            members["run_expert"] = _run_expert(cls if hasattr(cls, "has_gate") else module, has_own_gate)
         for name in DECLARED:
             declared = members.pop(name, None)
             if any(f"self.{name}" in code for code in members.values()):
