@@ -18,7 +18,7 @@ from patcher import presets
 from patcher.checkpoints.model_classes import config_of
 from patcher.cli.options import PATCHER_OPTIONS
 from patcher.display.shown import pluralize
-from patcher.errors import InvalidPatcherError, nearest
+from patcher.errors import InvalidPatcherError, did_you_mean, nearest
 from patcher.spec.forward_of import forward_of
 from patcher.spec.patcher import Patcher
 from patcher.spec.serialization import FORWARD_OF
@@ -43,8 +43,7 @@ def patchers_of(options: Mapping[str, Iterable[str]]) -> list[Patcher]:
 def preset(name: str) -> Patcher:
     """Return a preset by its name."""
     if name not in presets.__all__:
-        close = nearest(name, presets.__all__)
-        hint = f"did you mean {', '.join(close)}?" if close else "`patcher presets` lists them."
+        hint = did_you_mean(name, presets.__all__, "`patcher presets` lists them.")
         raise InvalidPatcherError(f"there is no preset {name!r}; {hint}")
     return getattr(presets, name)  # type: ignore[no-any-return]
 

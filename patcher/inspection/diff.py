@@ -117,14 +117,12 @@ def diff(
     --- transformers.models.llama.modeling_llama.LlamaMLP
     +++ patcher.inspection.diff.Doubled
     @@ ... @@
-    ...
-             return down_proj
-    +
+    +class Doubled(LlamaMLP):
     +    def forward(self, x):
     +        return super().forward(x) * 2
 
-    A replacement that inherits from the class that it replaces is shown as that class with its methods in place of
-    those that they override, or below them if they call these. No weight is read.
+    A replacement that inherits from the class that it replaces is compared with the methods that it overrides and
+    doesn't call. No weight is read.
 
     Args:
         model: a loaded model, a model class, a repo, a folder or a config.

@@ -110,9 +110,6 @@ def chosen_passes(model: Any, first: Iterable[Pass] = (), reached: Iterable[str]
     return chosen
 
 
-_PICTURES = {"pixel_values", "pixel_values_videos", "images", "image", "hidden_states", "flattened_patches"}
-
-
 def _guesses(model: Any, path: str) -> Iterator[Pass]:
     """Yield passes of a model by the names of its arguments."""
     generator = torch.Generator().manual_seed(0)
@@ -125,7 +122,8 @@ def _guesses(model: Any, path: str) -> Iterator[Pass]:
         "bbox": torch.randint(0, 100, (2, 12, 4), generator=generator).sort(-1).values,
     }
     text, uncached = _only(text, accepted), _only({"use_cache": False}, accepted)
-    images = list(_images(model.config, generator)) if _PICTURES & accepted.keys() else []
+    takes_images = not accepted.keys().isdisjoint(("pixel_values", "pixel_values_videos"))
+    images = list(_images(model.config, generator)) if takes_images else []
     sounds = list(_sounds(model.config, accepted, generator))
     for arguments in chain(
         _with_images(model, text, [_only(image, accepted) for image in images]),
@@ -155,15 +153,12 @@ def _texts(
     if "input_ids" in accepted:
         yield {"input_ids": text["input_ids"]}
         yield text | crossed
-    for name in ("inputs_embeds", "hidden_states"):
-        if name in accepted:
-            states = {name: torch.randn(2, 12, width, generator=generator)}
-            yield states
-            yield states | crossed
+    if "inputs_embeds" in accepted:
+        yield {"inputs_embeds": torch.randn(2, 12, width, generator=generator)}
 
 
 def _images(config: Any, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-    """Yield images in all forms of transformers' processors, with more arguments than most models accept."""
+    """Yield images in the forms that models of transformers take, with more arguments than most of them accept."""
     vision = _part(config, "vision_config", "backbone_config")
     channels = _size(vision, "num_channels", "in_channels", "in_chans", default=3)
     size: Any = getattr(vision, "image_size", None) or getattr(config, "image_size", None) or 32
@@ -183,30 +178,20 @@ def _images(config: Any, generator: torch.Generator) -> Iterator[dict[str, Any]]
     # flat patches, in the order in which they are merged
     patches = merge * merge
     grid = torch.tensor([[1, merge, merge]] * 2)
-    flat = random(2 * patches, channels * depth * patch * patch)
-    yield {"pixel_values": flat, "image_grid_thw": grid, "grid_thw": grid, "hidden_states": flat}
-    yield {"pixel_values": flat, "image_grid_hws": grid[:, 1:], "grid_thw": grid}
-    yield {"pixel_values": random(2 * patches, channels, patch, patch), "image_grid_thw": grid, "grid_thw": grid}
-    # patches with positions
+    for shape in ((2 * patches, channels * depth * patch * patch), (2 * patches, channels, patch, patch)):
+        yield {"pixel_values": random(shape), "image_grid_thw": grid, "grid_thw": grid}
+    # patches with a mask, or with positions
     rows, columns = max(1, height // patch), max(1, width // patch)
-    placed = {"pixel_attention_mask": ones(2, rows * columns), "spatial_shapes": torch.tensor([[rows, columns]] * 2)}
-    yield placed | {"pixel_values": random(2, rows * columns, channels * patch * patch)}
-    across = torch.arange(width // patch).repeat(rows)
-    down = torch.arange(height // patch).repeat_interleave(columns)
-    positions = torch.stack([across, down], -1).expand(2, -1, -1)
-    if positions.shape[1] == rows * columns:
-        pixels = random(2, rows * columns, channels * patch * patch)
-        yield {"pixel_values": pixels, "pixel_position_ids": positions, "image_position_ids": positions}
-    numbered = (positions.flip(-1) + 1).float()
-    yield {"flattened_patches": torch.cat([numbered, random(*positions.shape[:2], channels * patch**2)], -1)}
+    pixels = random(2, rows * columns, channels * patch * patch)
+    mask, shapes = ones(2, rows * columns), torch.tensor([[rows, columns]] * 2)
+    yield {"pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+    across, down = torch.arange(columns).repeat(rows), torch.arange(rows).repeat_interleave(columns)
+    yield {"pixel_values": pixels, "image_position_ids": torch.stack([across, down], -1).expand(2, -1, -1)}
     # several images or frames in each row
-    for frames in dict.fromkeys([1, 2, 3, _size(vision, "num_frames", "frames_per_clip", default=4), 5]):
-        video = random(2, frames, channels, height, width)
+    for frames in dict.fromkeys([1, 2, _size(vision, "num_frames", "frames_per_clip", default=4)]):
         several = {"image_sizes": sizes, "pixel_attention_mask": ones(2, frames, height, width)}
-        several |= {"aspect_ratio_ids": ones(2, frames), "aspect_ratio_mask": ones(2, 1, frames)}
-        yield several | dict.fromkeys(("pixel_values", "pixel_values_videos", "pixel_values_images"), video)
-    video = random(2, channels, 4, height, width)
-    yield {"pixel_values": video, "pixel_values_videos": video}
+        video = random(2, frames, channels, height, width)
+        yield several | {"pixel_values": video, "pixel_values_videos": video}
 
 
 def _sounds(config: Any, accepted: Container[str], generator: torch.Generator) -> Iterator[dict[str, Any]]:
@@ -215,13 +200,10 @@ def _sounds(config: Any, accepted: Container[str], generator: torch.Generator) -
     decoder = _only({"decoder_input_ids": torch.randint(3, 100, (2, 6), generator=generator)}, accepted)
     if "input_features" in accepted:
         whole = 2 * _size(audio, "max_source_positions", default=64)  # a convolution halves the length
-        for shape in dict.fromkeys([(2, mels, 128), (2, mels, whole), (2, 64, mels), (2, 128, mels), (2, 64, 160)]):
-            sound = {"input_features": torch.randn(shape, generator=generator)} | decoder
-            yield sound
-            for length in (shape[-1], shape[1]):
-                yield sound | {"attention_mask": torch.ones(2, length, dtype=torch.long)}
+        for shape in dict.fromkeys([(2, mels, 128), (2, mels, whole), (2, 64, mels), (2, 64, 160)]):
+            yield {"input_features": torch.randn(shape, generator=generator)} | decoder
     if "input_values" in accepted:
-        for values in ((2, 4000), (2, 1, 4000), (2, 128, mels), (2, 1024, mels)):
+        for values in ((2, 4000), (2, 1, 4000), (2, 1024, mels)):
             yield {"input_values": torch.randn(values, generator=generator)} | decoder
 
 

@@ -351,7 +351,7 @@ def test_a_patcher_is_found_by_its_file(where: str, folder: Path, tmp_path: Path
     [
         (
             ["plan", "FOLDER", "--preset", "QWEN3_FUSED"],
-            r"there is no preset 'QWEN3_FUSED'; did you mean QWEN3_",
+            r"there is no preset 'QWEN3_FUSED'; did you mean 'QWEN3_",
         ),
         (["plan", "FOLDER", "--preset", "for_model"], r"there is no preset 'for_model'"),
         (["plan", "FOLDER", "--preset", "__file__"], r"there is no preset '__file__'; `patcher presets` lists them"),

@@ -154,7 +154,12 @@ CASES: dict[str, tuple[str, Callable[[], PretrainedConfig], list[str], dict[str,
         ["patch_embeddings"],
         {"pixel_values": torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(0))},
     ),
-    "Git, built by a table of classes": ("GitForCausalLM", small("GitConfig"), ["qkv"], None),
+    "VideoMAE, a comma behind the arguments": (
+        "VideoMAEModel",
+        small("VideoMAEConfig"),
+        ["patch_embeddings"],
+        {"pixel_values": torch.randn(2, 4, 3, 32, 32, generator=torch.Generator().manual_seed(0))},
+    ),
     "JetMoE, experts of one layer": ("JetMoeForCausalLM", small("JetMoeConfig"), ["sequential_experts"], None),
     "Llama 4, experts in equal parts": ("Llama4ForCausalLM", small("Llama4TextConfig"), ["sequential_experts"], None),
     # models in a model, which an Auto class builds
@@ -203,7 +208,7 @@ CASES: dict[str, tuple[str, Callable[[], PretrainedConfig], list[str], dict[str,
 
 # One of each kind.
 SHORT = {"Llama, all, biases", "Qwen2, biases of q, k and v", "BERT", "T5 1.1, all", "CLIP", "Qwen2-VL, and its text"}
-SHORT |= {"Mixtral", "Qwen3-MoE, and qkv"}
+SHORT |= {"Mixtral", "Qwen3-MoE, and qkv", "VideoMAE, a comma behind the arguments"}
 
 
 @pytest.mark.parametrize("case", sampled(CASES, SHORT))
@@ -224,6 +229,12 @@ def test_the_file_of_fusions_computes_and_saves_what_the_patcher_does(
     stock = cls.from_pretrained(folder)
     assert_equal_models(models, stock, tmp_path / "saved", inputs)
     torch.testing.assert_close(logits(models[1], inputs), logits(stock, inputs), atol=1e-4, rtol=0)
+
+
+def test_layers_that_are_built_by_a_table_of_classes_are_refused() -> None:
+    built = r"git\.encoder\.layer\.0\.attention\.self by the name of its class, GitSelfAttention, which a file would"
+    with pytest.raises(CodegenError, match=rf"no line of GitAttention\.__init__ builds {built} change\. Load with"):
+        PatchConfig.from_patcher(Patcher(fusions=["qkv"]), transformers.GitForCausalLM, config=small("GitConfig")())
 
 
 class OtherNorm(torch.nn.RMSNorm):

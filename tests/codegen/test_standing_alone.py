@@ -214,16 +214,17 @@ def test_names_that_belong_to_the_whole_model_are_read_and_written(imported: Any
     assert_saved_alike(model, stock, tmp_path / "saved")
 
 
-@pytest.mark.parametrize(
-    ("name", "fusion", "message"),
-    [
-        ("NemotronHForCausalLM", "sequential_experts", r"by which model\.embeddings\.weight has another name in a"),
-        ("HrmTextForCausalLM", "qkv", r"gqkv_proj\.weight -> .*, which a file can't write as one with the fusion"),
-        ("BridgeTowerModel", "qkv kv", r"crossattention\.self\.key\.\w+ has the name of what is fused elsewhere"),
-        # in newer releases
-        ("BailingHybridForCausalLM", "qkv", r"model\.layers\.\d\.self_attn\.q_proj\.weight has the name of what is"),
-    ][: 4 if hasattr(transformers, "BailingHybridForCausalLM") else 3],
-)
+BY_NAME = [
+    ("NemotronHForCausalLM", "sequential_experts", r"by which model\.embeddings\.weight has another name in a"),
+    ("HrmTextForCausalLM", "qkv", r"gqkv_proj\.weight -> .*, which a file can't write as one with the fusion"),
+    ("BridgeTowerModel", "qkv kv", r"crossattention\.self\.key\.\w+ has the name of what is fused elsewhere"),
+    # in newer releases
+    ("BailingHybridForCausalLM", "qkv", r"model\.layers\.\d\.self_attn\.q_proj\.weight has the name of what is"),
+    ("Step3p7ForConditionalGeneration", "sequential_experts", r"moe\.gate_proj\.weight, moe\.up_proj\.weight -> "),
+]
+
+
+@pytest.mark.parametrize(("name", "fusion", "message"), [case for case in BY_NAME if hasattr(transformers, case[0])])
 def test_what_conversions_by_name_would_get_wrong_is_refused(name: str, fusion: str, message: str) -> None:
     cls: Any = getattr(transformers, name)
     config: Any = next(small_configs(cls.config_class))

@@ -199,8 +199,8 @@ class FusedLayers:
 
         def edits(call: ast.expr, _: Any) -> list[Edit]:
             assert isinstance(call, ast.Call)  # no variable of modeling code holds a class of torch
-            end = self.text.text.span(call)[1]
-            rank = [Edit(end - 1, end - 1, ", rank=3")] if self.text.value(call.func) is nn.Conv3d else []
+            end = max(self.text.text.span(argument)[1] for argument in (*call.args, *call.keywords))
+            rank = [Edit(end, end, ", rank=3")] if self.text.value(call.func) is nn.Conv3d else []
             return [self._renamed(call, name), *rank]
 
         self.replace_constructions(fused, edits)
@@ -238,20 +238,7 @@ class FusedLayers:
         variants = list(dict.fromkeys(fused.values()))
         names = {cls: cls.__name__ + (str(number) if number > 1 else "") for number, cls in enumerate(variants, 1)}
         self.described.derived.append(original.__name__)
-        try:
-            self.replace_constructions(fused, lambda call, cls: [self._renamed(call, names[cls])])
-        except CodegenError:
-            unfused = any(type(module) is original and path not in fused for path, module in self.modules.items())
-            derived = [cls for cls in self.text.own_classes() if issubclass(cls, original)]
-            if len(variants) > 1 or unfused or len(derived) > 1:
-                raise
-            # Their construction doesn't name the class: the new one gets its name.
-            name = original.__name__
-            code = self._joined_class(original, variants[0], name)
-            self.described.derived.remove(name)
-            self.described.replace_class(name, code.replace(f"super({name}, self)", f"super(Original{name}, self)"))
-            self.names.add(name)
-            return
+        self.replace_constructions(fused, lambda call, cls: [self._renamed(call, names[cls])])
         for cls in variants:
             self.names.add(names[cls])
             self.described.add_helper_after(original.__name__, self._joined_class(original, cls, names[cls]))
@@ -378,7 +365,7 @@ class FusedLayers:
             members.pop("run_expert", None)
         elif members["run_expert"] == default["run_expert"]:
             has_own_gate = any(function.name == "_apply_gate" for function in functions)
-            members["run_expert"] = _run_expert(module, has_own_gate)
+            members["run_expert"] = _run_expert(cls if hasattr(cls, "has_gate") else module, has_own_gate)
         for name in DECLARED:
             declared = members.pop(name, None)
             if any(f"self.{name}" in code for code in members.values()):

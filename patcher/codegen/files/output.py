@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -170,20 +169,16 @@ class OriginalChange:
         target: its dotted name.
         where: the line of the config that patches it.
         call: the call on that line.
-        releases: the release that the file was generated from, and the installed one; "" if unknown.
         is_gone: whether the definition no longer exists.
     """
 
     target: str
     where: Location
     call: str
-    releases: tuple[str, str]
     is_gone: bool
 
     def __str__(self) -> str:
-        then, now = self.releases
-        since = f" ({then} -> {now})" if then and now and then != now else ""
-        text = f"{self.where}: {self.call} patches code that has changed since the file was made{since}"
+        text = f"{self.where}: {self.call} patches code that has changed since the file was made"
         return text + (", and is gone" if self.is_gone else "")
 
 
@@ -299,16 +294,13 @@ def changed_originals(config: PatchSpec, path: Path) -> tuple[OriginalChange, ..
     """
     if not path.is_file():
         return ()
-    text, source = path.read_text("utf-8", "replace"), load(config.source_module, config.where)
     try:
-        tree = ast.parse(source.text)
+        tree = ast.parse(load(config.source_module, config.where).text)
     except SyntaxError:
         return ()  # the generator reports it
-    before, now = recorded(text), fingerprints_of(config, tree)
-    release = re.search(r"^# Source:[^(\n]*(?:\n#[^(\n]*)?\(([^)]*)\)", text, re.MULTILINE)
-    releases = (re.sub(r"[\s#]+", " ", release[1]) if release else "", source.version)
+    before, now = recorded(path.read_text("utf-8", "replace")), fingerprints_of(config, tree)
     calls = {name: (where, f"exclude_from_output({name!r})") for name, where in config.excluded.items()}
     calls |= dict.fromkeys(config.derived, (config.where, "from_patcher()"))
     calls |= {patch.definition: (patch.where, patch.call) for patch in config.patches}
     changed = [name for name in now if before.get(name, now[name]) != now[name]]
-    return tuple(OriginalChange(name, *calls[name], releases, now[name] == NOTHING) for name in changed)
+    return tuple(OriginalChange(name, *calls[name], now[name] == NOTHING) for name in changed)

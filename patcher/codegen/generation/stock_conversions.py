@@ -9,7 +9,6 @@ config.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 from functools import cache
 from pathlib import Path
@@ -61,12 +60,7 @@ def with_stock_conversions(draft: Draft, text: str) -> tuple[str, list[str]]:
 
 def _may_have_conversions(draft: Draft) -> bool:
     """Whether transformers may have conversions for a model of the module; True if that is unknown."""
-    files = {*draft.source.path.parent.glob("configuration_*.py")}
-    for node in statements_of(draft.text.tree, ast.ImportFrom):
-        if "configuration_" in (node.module or "") and node.level:
-            name = importlib.util.resolve_name("." * node.level + (node.module or ""), draft.source.package)
-            spec = find_spec(name)
-            files |= {Path(spec.origin)} if spec is not None and spec.origin else set()
+    files = draft.source.path.parent.glob("configuration_*.py")
     types = {name for path in files for name in _MODEL_TYPE.findall(path.read_text("utf-8"))}
     return not types or not converted() or not converted().isdisjoint(types | _classes(draft.text.tree).keys())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -148,6 +147,7 @@ def without_orphans(config: PatchSpec, text: str, original: ast.Module) -> tuple
     used = {node.id for node in nodes if isinstance(node, ast.Name)} - kept
     described = re.sub(r"(?m)^[ \t]*# (?:Why|  [\w.]+): .*", "", text)  # without descriptions
     file, edits, orphans = Text(text, parsed(text)), list[Edit](), set[str]()
+    emptied = set[ast.stmt]()
     for node in file.tree.body:
         names = {bound_name(alias) for alias in _aliases(node)} & used
         if not names or getattr(node, "module", "") == "__future__" or node.col_offset or not file.is_alone(node):
@@ -161,14 +161,9 @@ def without_orphans(config: PatchSpec, text: str, original: ast.Module) -> tuple
         unused = [alias for alias in _aliases(node) if bound_name(alias) in names]
         if len(unused) < len(_aliases(node)):
             edits += _without_aliases(file, node, unused)
-            continue
-        # Of the blank lines above and below, the larger number stays.
-        next_line = (node.end_lineno or 0) + 1
-        above = itertools.takewhile(str.isspace, reversed(file.lines[: node.lineno - 1]))
-        below = itertools.takewhile(str.isspace, file.lines[next_line - 1 :])
-        blank = min(len(list(above)), len(list(below)))
-        edits.append(Edit(file.start_of(node.lineno), file.start_of(next_line + blank), ""))
-    return applied(text, edits), tuple(sorted(orphans))
+        else:
+            emptied.add(node)
+    return applied(text, [*edits, *removals(file, emptied)]), tuple(sorted(orphans))
 
 
 # --- imports --------------------------------------------------------------------------------------------------------
