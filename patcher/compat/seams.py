@@ -94,6 +94,34 @@ def show_in_auto_classes(module: ModuleType, function: Callable[..., Any], name:
                 method.__func__.__signature__ = with_keyword(signature, function, name)  # type: ignore[attr-defined]
 
 
+#: Private names of transformers that are used besides the seams, with the required parameters.
+USED = (
+    (
+        "transformers.utils.output_capturing:install_output_capuring_hook",
+        *("module", "key", "index", "capture_initial_hidden_state"),
+    ),
+    ("transformers.utils.output_capturing:_CAN_RECORD_REGISTRY",),
+    ("transformers.distributed.tensor_parallel:replace_layer_number_by_wildcard", "name"),
+    ("transformers.modeling_utils:PreTrainedModel.mark_tied_weights_as_initialized", "loading_info"),
+    ("transformers.modeling_utils:PreTrainedModel.tie_weights", "missing_keys", "recompute_mapping"),
+    ("transformers.modeling_utils:PreTrainedModel._adjust_missing_and_unexpected_keys", "loading_info"),
+    ("transformers.core_model_loading:WeightTransform.rename_source_key", "source_key"),
+    (
+        "transformers.core_model_loading:WeightTransform.add_tensor",
+        *("target_key", "source_key", "source_pattern", "future"),
+    ),
+    ("transformers.core_model_loading:WeightTransform.reverse_transform",),
+    ("transformers.core_model_loading:WeightTransform._original_source_patterns",),
+    ("transformers.core_model_loading:WeightTransform._was_used",),
+)
+
+
+def check_used() -> None:
+    """Raise a `PatcherError` if something of `USED` is missing in this release."""
+    for place, *parameters in USED:
+        find(place, *parameters)
+
+
 def find(place: str, *parameters: str) -> tuple[Any, str]:
     """Return the owner and the name of a function or attribute.
 

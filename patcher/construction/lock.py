@@ -65,7 +65,7 @@ class ConstructionLock:
             self._lock.release()
 
     def before_fork(self) -> None:
-        """Wait for another thread that constructs: the child would have what it has rebound, and never the original."""
+        """Wait for another thread that constructs: in the child, what that has rebound would stay rebound."""
         self._lock.acquire(timeout=FORK_SECONDS)
 
     def after_fork_in_parent(self) -> None:
