@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralForCausalLM, ResNetConfig, WeightConverter
-from transformers.core_model_loading import Concatenate
+from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from patcher import PatchedWeightsError, Patcher, PatcherWarning, UnmatchedPatchError, plan, report
 from tests.support import shared
@@ -117,6 +119,32 @@ def test_a_target_of_several_parameters_of_which_the_operations_make_one() -> No
     with pytest.raises(PatchedWeightsError, match=text) as caught:
         AutoModelForCausalLM.from_pretrained(shared.checkpoint(tiny_mixtral_config()), patcher=patcher)
     assert "twice" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "sources"),
+    [
+        (tiny_llama_config(), "LlamaMLP", ["gate_proj.weight", "up_proj.weight"]),
+        (tiny_mixtral_config(), "MixtralExperts", ["*.w1.weight", "*.w3.weight"]),
+    ],
+)
+def test_operations_that_leave_the_sources_apart(config: Any, name: str, sources: list[str]) -> None:
+    """MergeModulelist stacks the tensors of each source, and gives one stack for each."""
+    conversion = WeightConverter(sources, "both", [MergeModulelist(dim=0)])
+    layer = type("Layer", (ManyLinears,), {"conversion_mapping": conversion, "__init__": stacks_of_two})
+    patcher = Patcher({name: layer}, dropped_weights=r"w2|down_proj")
+    text = rf"don't join {re.escape(', '.join(sources))}: end with Concatenate\(dim=0\)"
+    with pytest.raises(PatchedWeightsError, match=text) as caught:
+        AutoModelForCausalLM.from_pretrained(shared.checkpoint(config), patcher=patcher)
+    assert "twice" not in str(caught.value)
+    layer.conversion_mapping = WeightConverter(sources, "both", [MergeModulelist(dim=0), Concatenate(dim=0)])
+    AutoModelForCausalLM.from_pretrained(shared.checkpoint(config), patcher=patcher)
+
+
+def stacks_of_two(self: Any, config: Any) -> None:
+    nn.Module.__init__(self)
+    count = getattr(config, "num_local_experts", 1)
+    self.both = nn.Parameter(torch.empty(2 * count, config.intermediate_size, config.hidden_size))
 
 
 @pytest.mark.parametrize("target", ["mlp.gate_up_prj.weight", "mlp.gate_up.weight", "gate_up_projj.weight"])
