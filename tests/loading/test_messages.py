@@ -164,6 +164,29 @@ def test_a_source_that_took_nothing_leaves_over_what_it_was_for(llama: Path) -> 
         load(llama, JOINED.replace(extra_weight_conversions=wrong))
 
 
+@pytest.mark.parametrize(
+    ("sources", "target", "text"),
+    [
+        (
+            "gate_up_proj",
+            "both",
+            r"took no tensor: .*replaces; it has \{0\.\.3\}\.w1\.weight, .*w2\.weight, .*w3\.weight",
+        ),
+        ("block_sparse_moe.experts.*.w1.weight", "both", r"took no tensor: .*; nearest: \{0\.\.3\}\.w1\.weight"),
+        ("*.w1.weight", "bot", r"makes bot, which the model doesn't have; nearest: both$"),
+        ("*.w1.weight", "mlp.experts.both", r"makes mlp\.experts\.both, which .* have; nearest: both$"),
+    ],
+)
+def test_a_conversion_of_a_class_is_said_what_is_in_the_module(sources: str, target: str, text: str) -> None:
+    """The checkpoint has single experts, and stock's parameters are their stacks."""
+    conversion = WeightConverter(sources, target, [MergeModulelist(dim=0)])
+    layer = type("Layer", (nn.Module,), {"conversion_mapping": conversion, "__init__": stacks_of_two})
+    with pytest.raises(UnmatchedPatchError, match=rf"(?m)Layer\.conversion_mapping: .* {text}"):
+        MixtralForCausalLM.from_pretrained(
+            shared.checkpoint(tiny_mixtral_config()), patcher=Patcher({"MixtralExperts": layer}, dropped_weights="w")
+        )
+
+
 def test_a_conversion_of_a_class_that_names_the_module_is_said_to(llama: Path) -> None:
     """Its names would be found, and what they make there is: the reason is where it is written."""
     named = type("NamedMLP", (JoinedMLP,), {"conversion_mapping": [JOIN]})
