@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralForCausa
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from patcher import PatchedWeightsError, Patcher, PatcherWarning, UnmatchedPatchError, plan, report
+from patcher.loading.routes import unfit_error
 from tests.support import shared
 from tests.support.replacements import JOIN, JOINED, OWN, Both, JoinedMLP, With, joining
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
@@ -250,3 +251,9 @@ def test_declared_weights_are_not_logged(declared: bool, llama: Path, caplog: py
         logger.removeHandler(caplog.handler)
     assert ("MISSING" in caplog.text) is not declared
     assert ("UNEXPECTED" in caplog.text) is not declared
+
+
+def test_of_many_keys_the_rest_is_counted() -> None:
+    many = [f"{name}.weight" for name in "abcdefghijkl"]
+    assert "\n  j.weight\n  and 2 more\nFuse" in str(unfit_error({"quantized": many}))
+    assert "more" not in str(unfit_error({"quantized": ["a.weight"]}))
