@@ -243,7 +243,7 @@ def outcome_of_weights(
         unused |= _unmatched_expressions(entry, field, "no conversion of the model", "patterns", patterns)
         used |= {(entry, "conversions", transform) for transform in run}
         for where, transform, cls in _conversions_of_patcher(entry, selected.outcome):
-            places = [item.path for item in selected.record.replaced if item.replacement is cls] if cls else None
+            places = [item.path for item in selected.record.replaced if item.replacement is cls]
             explain = partial(_unused_conversion, where, transform, places, renamed if cls else keys, parameters)
             unused[entry, "conversions", (identity(transform),)] = explain
         texts, names = entry.patcher.dropped_weights, {*keys, *unexpected}
@@ -273,18 +273,18 @@ def _conversions_of_patcher(
 def _unused_conversion(
     where: str,
     transform: WeightTransform,
-    places: Sequence[str] | None,
+    places: Sequence[str],
     keys: Iterable[str],
     parameters: Iterable[str],
 ) -> str:
     """Explain a conversion that did nothing: no key matches its sources, or no parameter its target.
 
     Args:
-        places: the paths of the modules that its class replaces; None if it isn't that of a class.
+        places: the paths of the modules that its class replaces; none if it isn't that of a class.
         keys: the keys of the checkpoint; for a class as the renamings of transformers make them.
     """
     hint = ""
-    if places is not None:
+    if places:
         hint = ": names in the conversion_mapping of a class begin inside of the module that it replaces"
         keys, parameters = _inside(places, keys) or keys, _inside(places, parameters)
     renaming = copy_transform(transform)
@@ -293,6 +293,8 @@ def _unused_conversion(
         nearest_keys = suggest(source_patterns(transform)[0], fold_names(keys), "checkpoint keys")
         return f"{where}: {describe(transform)} took no tensor{hint}; {nearest_keys}"
     known = fold_names(parameters)
+    if targets[0] in known:
+        return f"{where}: {describe(transform)} took no tensor: another conversion takes them"
     return (
         f"{where}: {describe(transform)} makes {', '.join(map(cut, targets[:3]))}, which the model doesn't have; "
         f"{suggest(targets[0], known, 'parameters')}"

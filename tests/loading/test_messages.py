@@ -188,6 +188,14 @@ def test_a_conversion_of_a_class_is_said_what_is_in_the_module(sources: str, tar
         )
 
 
+def test_a_conversion_of_which_another_takes_the_tensors(llama: Path) -> None:
+    conversion = joining("gate_proj.weight", "up_proj.weight", target="gate_up_proj.weight")
+    also = type("Also", (JoinedMLP,), {"conversion_mapping": conversion})
+    text = r"Also\.conversion_mapping: .* took no tensor: another conversion takes them"
+    with pytest.raises(UnmatchedPatchError, match=text):
+        load(llama, JOINED.replace(class_mapping={"LlamaMLP": also}))
+
+
 def test_a_conversion_of_a_class_that_names_the_module_is_said_to(llama: Path) -> None:
     """Its names would be found, and what they make there is: the reason is where it is written."""
     named = type("NamedMLP", (JoinedMLP,), {"conversion_mapping": [JOIN]})
