@@ -23,7 +23,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from patcher import InvalidPatcherError, Patcher, PatcherWarning, Report, forward_of, like, plan, report
+from patcher import InvalidPatcherError, Patcher, PatcherWarning, Report, diff, forward_of, like, plan, report
 from patcher.display.tree import Weights
 from tests.support import shared
 from tests.support.replacements import JOIN, JOINED, OWN, Both, JoinedMLP, OwnMLP, OwnNorm
@@ -263,6 +263,10 @@ def test_a_model_of_patched_parts_reports_on_all_of_them(llama: Path) -> None:
     ]
     assert len(said.patchers) == 2
     assert "BertCrossAttention -> FusedBertCrossAttention" in str(said)
+    assert [path for entry in diff(parts).classes for path in entry.modules] == [
+        "encoder.encoder.layer.{0..1}.attention.self",
+        "decoder.bert.encoder.layer.{0..1}.crossattention.self",
+    ]
 
     inner = LlamaForCausalLM.from_pretrained(llama, patcher=JOINED)
     outer = LlamaForCausalLM.from_pretrained(llama)
