@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,12 +46,11 @@ def verify(module: str, config_name: Any, model_name: Any, model_config: Any, to
 
     Small models are compared with stock and with the runtime patch. Exits with 1 if they differ, or a patch never ran.
     """
-    from transformers import AutoConfig
-
+    from patcher.checkpoints.model_classes import config_of
     from patcher.codegen import verify
     from patcher.codegen.files.projects import load_configs
 
-    small = None if model_config is None else AutoConfig.from_pretrained(model_config)
+    small = None if model_config is None else config_of(model_config, {})
     results = [
         verify(config, model_class=model_name, model_config=small, tolerance=tolerance, partly=partly)
         for config in load_configs(module, config_name)
@@ -80,18 +80,17 @@ def codegen(**options: Any) -> None:
             typer.echo("\n".join([*map(str, results), total]))
             if failed:
                 raise typer.Exit(1)
-        elif options["list_configs"]:
+        elif options["list_configs"] or options["every"]:
             if not (paths := discover(settings)):
                 typer.echo(
                     "no *_patch_gen_config.py here; set search_root in [tool.patcher.codegen] of pyproject.toml"
                 )
-            _for_every_config(paths, _list)
-        elif options["every"]:
             written: dict[Path, str] = {}
-            _for_every_config(discover(settings), lambda label, config: _generate(config, options, label, written))
+            write = partial(_generate, options=options, written=written)
+            _for_every_config(paths, _list if options["list_configs"] else write)
         else:
             for config in load_configs(str(module), options["config_name"]):
-                _generate(config, options, str(module), {})
+                _generate(str(module), config, options, {})
     except CodegenError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
@@ -142,7 +141,7 @@ def _list(label: str, config: PatchSpec) -> None:
     typer.echo(f"{label}: {config.source_module} -> {config.target_file}, {len(config.patches)} patches")
 
 
-def _generate(config: PatchSpec, options: dict[str, Any], label: str, written: dict[Path, str]) -> None:
+def _generate(label: str, config: PatchSpec, options: dict[str, Any], written: dict[Path, str]) -> None:
     """Write the file of a config, or print what would be written.
 
     Args:

@@ -79,7 +79,8 @@ def _import(option: str, text: str, reference: str, expected: type) -> Any:
         known = [key for key, value in namespace.items() if isinstance(value, expected) and not key.startswith("_")]
         problem = f"{name} is a {type(namespace[name]).__name__}" if name in namespace else f"there is no {name}"
         close = nearest(name, known) or (known if expected is Patcher else ())
-        hint = f"nearest: {', '.join(close)}" if close else f"define {name} in it"
+        other = f"{option} takes {PATCHER_OPTIONS[option][0]}" if name in namespace else f"define {name} in it"
+        hint = f"nearest: {', '.join(close)}" if close else other
         raise InvalidPatcherError(f"{option} {text}: {problem} in {module}; {hint}.")
     return namespace[name]
 

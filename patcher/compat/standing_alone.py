@@ -346,6 +346,13 @@ class LinearPatchEmbedding(nn.Module):
         return output.view(patches.shape[0], *counts, self.out_channels).movedim(-1, 1)
 
 
+class ExpertLayers(nn.Module):
+    """The layers of an expert. It is called, so that hooks on it run."""
+
+    def forward(self, rows, run):
+        return run(self, rows)
+
+
 class ListedExperts(nn.Module):
     """Experts as modules: the children whose names are indices. It is indexed as a list."""
 

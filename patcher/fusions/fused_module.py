@@ -172,7 +172,8 @@ def _replace_parameters(module: nn.Module, layouts: Iterable[Layout], fused: Map
     initialized = _initialized_layers(module)
     before = list(module._modules)
     _remove(module, [name for layout in layouts for name in layout.stock])
-    _add(module, fused)
+    for layout in layouts:
+        _add(module, {name: fused[name] for name in layout.fused}, layout.container)
     _mark_layers(module, layouts, initialized)
     # New children take the place of the first that is removed, to keep the order of the parameters.
     new = [name for name in module._modules if name not in before]
@@ -263,7 +264,7 @@ def _remove(module: nn.Module, names: Iterable[str]) -> None:
         del module.get_submodule(parent)._modules[last]
 
 
-def _add(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+def _add(module: nn.Module, parameters: Mapping[str, nn.Parameter], container: type[nn.Module]) -> None:
     for name, parameter in parameters.items():
         owner, _, last = name.rpartition(".")
         parent, path = module, owner.split(".") if owner else []
@@ -272,7 +273,7 @@ def _add(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
             if child is None:
                 is_linear = depth == len(path) - 1 and last == "weight" and parameter.dim() == 2
                 # Not by the constructor, which would initialise values: seconds for 30,000 experts.
-                child = parent._modules[part] = nn.Module.__new__(nn.Linear if is_linear else nn.Module)
+                child = parent._modules[part] = nn.Module.__new__(nn.Linear if is_linear else container)
                 nn.Module.__init__(child)
                 if is_linear:
                     child.__dict__.update(zip(("out_features", "in_features"), parameter.shape, strict=True))

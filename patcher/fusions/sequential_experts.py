@@ -28,8 +28,9 @@ class SequentialExperts(Fusion):
 
     These names are the same for all architectures, whatever the order of their stacks; a module with one stack called
     `weight` becomes a list of linear layers. The class declares the order of a stack, by the decorator of transformers
-    or by attributes in its body. The experts are indexed like an `nn.ModuleList`. The forward is the eager one,
-    whatever `experts_implementation` is: the others (`grouped_mm`, `batched_mm`, ...) need stacks.
+    or by attributes in its body. The experts are indexed like an `nn.ModuleList`, and hooks run on an expert as on its
+    layers. The forward is the eager one, whatever `experts_implementation` is: the others (`grouped_mm`,
+    `batched_mm`, ...) need stacks.
 
     In training an expert without tokens runs on zero rows, so that its gradient is zero and not None; so does each in
     an exported program, which has no data-dependent loop.

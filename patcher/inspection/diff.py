@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from patcher.checkpoints.model_classes import config_of, model_class_of
 from patcher.compat.conversions import dot_natural_key
 from patcher.compat.modeling_code import unrebound
+from patcher.compat.models import stock_class
 from patcher.construction.in_force import InForce
 from patcher.display.parts import Code, visible
 from patcher.display.shown import Displayable, pluralize
@@ -22,8 +23,8 @@ from patcher.errors import InvalidPatcherError
 from patcher.functions.models import full_name
 from patcher.inspection.class_texts import composed
 from patcher.integrations import install
-from patcher.loading.record import record_of
-from patcher.patterns import compress
+from patcher.loading.record import patched_models
+from patcher.patterns import compress, inside
 from patcher.resolution.resolution import Resolution, resolve_in_force
 from patcher.source.texts import dedented
 from patcher.spec.patcher import Patcher
@@ -138,29 +139,36 @@ def diff(
     if patcher is not None and not isinstance(patcher, Patcher):
         raise not_a_patcher("diff(model, {})", patcher)
     install()
-    record = record_of(model) if isinstance(model, nn.Module) else None
-    if patcher is not None:
-        in_force: tuple[InForce, ...] = (InForce(patcher, "diff()"),)
-    elif isinstance(model, nn.Module):
-        in_force = record.in_force if record is not None else ()
-    else:
-        raise InvalidPatcherError(
-            f"diff needs a patcher for {model!r}, which isn't loaded; write diff(model, Patcher(...))."
-        )
+    if patcher is None:
+        if not isinstance(model, PreTrainedModel):
+            raise InvalidPatcherError(
+                f"diff needs a patcher for {model!r}, which isn't loaded; write diff(model, Patcher(...))."
+            )
+        resolutions = {
+            inside(path): resolve_in_force(record.in_force, record.model_class, part.config)
+            for path, part, record in patched_models(model)
+        }
+        return _diff(stock_class(model).__name__, resolutions)
     if isinstance(model, type) and issubclass(model, PreTrainedModel):
         if model.config_class is None:
             raise InvalidPatcherError(f"{model.__name__} has no config class; write diff(config, patcher).")
         cls, config = model, model.config_class()
     elif isinstance(model, PreTrainedModel):
-        cls, config = record.model_class if record is not None else type(model), model.config
+        cls, config = stock_class(model), model.config  # type: ignore[assignment]
     else:
         config = config_of(model, options)
         cls = model_class_of(config, model_class, model, options)
-    resolution = resolve_in_force(in_force, cls, config)
-    return Diff(cls.__name__, tuple(_classes(resolution)), tuple(_functions(resolution)))
+    return _diff(cls.__name__, {"": resolve_in_force((InForce(patcher, "diff()"),), cls, config)})
 
 
-def _classes(resolution: Resolution) -> Iterator[ClassDiff]:
+def _diff(model: str, resolutions: Mapping[str, Resolution]) -> Diff:
+    """Return the diff of a model of which parts are patched: prefix of the names in a part -> its resolution."""
+    classes = [entry for prefix, resolution in resolutions.items() for entry in _classes(resolution, prefix)]
+    functions = [entry for resolution in resolutions.values() for entry in _functions(resolution)]
+    return Diff(model, tuple(classes), tuple(dict.fromkeys(functions)))
+
+
+def _classes(resolution: Resolution, prefix: str) -> Iterator[ClassDiff]:
     fusions, replacements = resolution.fusion_plan.by_path, {**resolution.replaced, **resolution.fused}
     grouped: dict[tuple[type[nn.Module], type[nn.Module], str], list[str]] = {}
     for path in sorted(replacements, key=dot_natural_key):
@@ -170,7 +178,7 @@ def _classes(resolution: Resolution) -> Iterator[ClassDiff]:
         was = _dotted_name(original)
         becomes = f"{was}, fused by {fusion!r}" if fusion else _dotted_name(replacement)
         text = _unified_diff(was, becomes, *composed(original, replacement))
-        yield ClassDiff(tuple(compress(paths)), was, becomes, text)
+        yield ClassDiff(tuple(compress(map(prefix.__add__, paths))), was, becomes, text)
 
 
 def _functions(resolution: Resolution) -> Iterator[FunctionDiff]:

@@ -16,7 +16,7 @@ from patcher.errors import InvalidPatcherError
 from patcher.inspection.parts import Patched, added_conversions, fields_of_record, routes_of_fusions
 from patcher.inspection.unseen import ORDER
 from patcher.layouts.transforms import describe
-from patcher.loading.record import record_of
+from patcher.loading.record import joined_record, record_of
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ def report(model: PreTrainedModel) -> Report:
     """
     if not isinstance(model, nn.Module):
         raise InvalidPatcherError(f"report takes a model, found {model!r}; write report(model).")
-    if (record := record_of(model)) is None:
+    if record_of(model) is None:
         # in wrappers, such as those of torch.compile, PEFT and DistributedDataParallel
         model = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
-        if (record := record_of(model)) is None:
-            return Report(type(model).__name__)
+    if (record := joined_record(model)) is None:
+        return Report(type(model).__name__)
     parameters = Counter[str]()
     for route in record.routes:
         for text in {describe(conversion.transform) for conversion in route.added}:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeGuard
+from typing import Any, ClassVar, Self, TypeGuard
 
 import torch
 from torch import nn
@@ -41,6 +41,9 @@ class Layout:
         fused: the parameters that they become, unless that follows from the shapes.
         stock_shapes: the shapes of the stock parameters, which `of` fills in.
     """
+
+    #: The class of new modules that contain the layers of fused parameters.
+    container: ClassVar[type[nn.Module]] = nn.Module
 
     stock: Sequence[str]
     fused: Sequence[str] = ()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import WeightTransform
+from transformers.core_model_loading import WeightRenaming, WeightTransform
 
 from patcher.compat.conversions import (
     copy_transform,
@@ -30,7 +30,7 @@ from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusion_named
 from patcher.layouts.transforms import conversions_of, converts, describe, identity
 from patcher.loading.routes import Routing
-from patcher.patterns import compress, is_expression, matches_path, nearest_paths
+from patcher.patterns import compress, inside, is_expression, matches_path, nearest_paths
 from patcher.resolution.resolution import NO_CHANGE, Resolution, skeleton
 from patcher.spec.like import Like
 from patcher.spec.validation import MODULE_MAPPINGS, required_groups
@@ -149,7 +149,9 @@ def _class_hint(key: str, places: Places, classes: Mapping[str, type[nn.Module]]
     """Return what the key of a class was probably meant to be."""
     if isinstance(key, Like):
         close = nearest(key.target.rpartition(":")[2], classes, 1)
-        return f"; nearest: {close[0]}, which differs: {key.why_not(classes[close[0]])}" if close else ""
+        why = key.why_not(classes[close[0]]) if close else ""
+        is_same = ", which is a replacement itself: it needs none"
+        return f"; nearest: {close[0]}{f', which differs: {why}' if why else is_same}" if close else ""
     last = key.rpartition(".")[2]
     named = {name for path, name in places if "." in key and (name == last or _is_path_of(key, path))}
     if named:
@@ -226,7 +228,13 @@ def outcome_of_weights(
     matching_filters = {text for _, text in conversions.dropped}
     stock = [*conversions.kept, *(transform for transform, _ in conversions.dropped)]
     patterns = {text for transform in stock for text in (*source_patterns(transform), *target_patterns(transform))}
-    parameters = tuple(state_tensors(selected.model)) if len(run) < len(conversions.added) else ()
+    parameters: tuple[str, ...] = ()
+    renamed = keys
+    if len(run) < len(conversions.added):
+        parameters = tuple(state_tensors(selected.model))
+        for transform in stock:
+            if isinstance(transform, WeightRenaming):
+                renamed = tuple(copy_transform(transform).rename_source_key(key)[0] for key in renamed)
     used: set[Key] = set()
     unused: Explanations = {}
     for entry in entries:
@@ -234,8 +242,9 @@ def outcome_of_weights(
         used |= {(entry, field, text) for text in matching_filters}
         unused |= _unmatched_expressions(entry, field, "no conversion of the model", "patterns", patterns)
         used |= {(entry, "conversions", transform) for transform in run}
-        for where, transform in _conversions_of_patcher(entry, selected.outcome):
-            explain = partial(_unused_conversion, where, transform, keys, parameters)
+        for where, transform, cls in _conversions_of_patcher(entry, selected.outcome):
+            places = [item.path for item in selected.record.replaced if item.replacement is cls]
+            explain = partial(_unused_conversion, where, transform, places, renamed if cls else keys, parameters)
             unused[entry, "conversions", (identity(transform),)] = explain
         texts, names = entry.patcher.dropped_weights, {*keys, *unexpected}
         matches = {text for text in texts if selected.runtime_layout or any(search(text, name) for name in names)}
@@ -249,33 +258,53 @@ def outcome_of_weights(
     return Outcome(frozenset(used), unused)
 
 
-def _conversions_of_patcher(entry: InForce, outcome: Outcome) -> Iterator[tuple[str, WeightTransform]]:
-    """Yield the conversions of a patcher and where they are written; of classes, only those that were built."""
+def _conversions_of_patcher(
+    entry: InForce, outcome: Outcome
+) -> Iterator[tuple[str, WeightTransform, type[nn.Module] | None]]:
+    """Yield the conversions of a patcher, where they are written, and in which class; of classes that were built."""
     for transform in entry.patcher.extra_weight_conversions:
-        yield "extra_weight_conversions", transform
+        yield "extra_weight_conversions", transform, None
     keys = [(field, key) for field in MODULE_MAPPINGS for key in getattr(entry.patcher, field)]
     built = {getattr(entry.patcher, field)[key]: None for field, key in keys if (entry, field, key) in outcome.used}
     for cls in built:
-        yield from ((f"{cls.__qualname__}.conversion_mapping", transform) for transform in conversions_of(cls))
+        yield from ((f"{cls.__qualname__}.conversion_mapping", transform, cls) for transform in conversions_of(cls))
 
 
-def _unused_conversion(where: str, transform: WeightTransform, keys: Iterable[str], parameters: Iterable[str]) -> str:
-    """Explain a conversion that did nothing: no key matches its sources, or no parameter its target."""
+def _unused_conversion(
+    where: str,
+    transform: WeightTransform,
+    places: Sequence[str],
+    keys: Iterable[str],
+    parameters: Iterable[str],
+) -> str:
+    """Explain a conversion that did nothing: no key matches its sources, or no parameter its target.
+
+    Args:
+        places: the paths of the modules that its class replaces; none if it isn't that of a class.
+        keys: the keys of the checkpoint; for a class as the renamings of transformers make them.
+    """
+    hint = ""
+    if places:
+        hint = ": names in the conversion_mapping of a class begin inside of the module that it replaces"
+        keys, parameters = _inside(places, keys) or keys, _inside(places, parameters)
     renaming = copy_transform(transform)
     targets = fold_names({name for name, pattern in map(renaming.rename_source_key, keys) if pattern is not None})
     if not targets:
         nearest_keys = suggest(source_patterns(transform)[0], fold_names(keys), "checkpoint keys")
-        return f"{where}: {describe(transform)} took no tensor; {nearest_keys}"
+        return f"{where}: {describe(transform)} took no tensor{hint}; {nearest_keys}"
     known = fold_names(parameters)
-    if where.endswith(".conversion_mapping") and targets[0] in known:
-        return (
-            f"{where}: {describe(transform)} took no tensor: names in the conversion_mapping of a class begin inside "
-            "of the module that it replaces, without the name of that module"
-        )
+    if targets[0] in known:
+        return f"{where}: {describe(transform)} took no tensor: another conversion takes them"
     return (
         f"{where}: {describe(transform)} makes {', '.join(map(cut, targets[:3]))}, which the model doesn't have; "
         f"{suggest(targets[0], known, 'parameters')}"
     )
+
+
+def _inside(places: Iterable[str], names: Iterable[str]) -> set[str]:
+    """Return the part of names that follows the path of one of the modules."""
+    prefixes = tuple(map(inside, places))
+    return {name.removeprefix(prefix) for name in names for prefix in prefixes if name.startswith(prefix)}
 
 
 # --- names ---------------------------------------------------------------------------------------------------------

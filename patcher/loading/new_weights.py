@@ -33,7 +33,7 @@ from patcher.layouts.sharded import distribute_like, full_tensor, to_meta
 from patcher.loading.findings import sort_names
 from patcher.loading.load import Loaded, Request
 from patcher.loading.reading import expressions_for
-from patcher.loading.record import record_of
+from patcher.loading.record import joined_record, patched_models, record_of
 from patcher.loading.saving import SavePlan, load_if_offloaded, plan_original_format
 from patcher.loading.state_dicts import check_in_memory, model_of_transformers
 from patcher.patterns import compress, inside
@@ -158,6 +158,11 @@ _IRRELEVANT = frozenset({"name", "transformers", "fingerprints", "strict"})
 def _patcher_of(model: nn.Module) -> Patcher:
     """Return the patchers that a model was loaded with, as one."""
     record = record_of(model)
+    if record is None and (parts := [path for path, *_ in patched_models(model)]):
+        raise InvalidPatcherError(
+            f"{', '.join(parts)} of {type(model).__name__} were patched separately, each with a patcher of its own. "
+            f"Save and load the new weights of each: save_new_weights(model.{parts[0]}, folder)."
+        )
     entries = () if record is None else record.in_force
     excluded = (REGISTRY, LAYOUT, FUSION_CONFIG)
     patchers = [entry.patcher for entry in entries if entry.origin not in excluded]
@@ -170,9 +175,10 @@ def new_weights(model: PreTrainedModel, plan: SavePlan | None = None, *, declare
     Without `declared`, also for those that needn't be declared: of a model that was constructed without a checkpoint,
     and of one whose checkpoint has them.
     """
-    record, expressions = record_of(model), _patcher_of(model).new_weights
+    record = joined_record(model)
     if record is None:
         return {}
+    expressions = [text for patcher in record.patchers for text in patcher.new_weights]
     made = record.paths_of_replacements if not (declared or record.read) else ()
     if not (expressions or made or (record.new_weights and not declared)):
         return {}
@@ -194,8 +200,11 @@ def metadata_with_new_weights(
     metadata: Mapping[str, str] | None, new: Iterable[str], tensors: Iterable[str], model: nn.Module
 ) -> dict[str, str]:
     """Return the metadata of a file that is about to be written, with the names of its new weights."""
-    names = sorted(set(new).intersection(tensors))
-    return {**(metadata or {}), METADATA: json.dumps({"of": _patcher_of(model).name, "names": names})}
+    names, record = sorted(set(new).intersection(tensors)), joined_record(model)
+    # Not those of one patcher made of them: patchers in force may have replacements for the same class.
+    of = [] if record is None else [entry.patcher.name for entry in record.in_force if entry.origin != REGISTRY]
+    text = json.dumps({"of": " | ".join(dict.fromkeys(filter(None, of))), "names": names})
+    return {**(metadata or {}), METADATA: text}
 
 
 def sort_metadata(path: str | os.PathLike[str]) -> None:

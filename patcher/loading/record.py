@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
-from patcher.compat.models import stock_class
+from patcher.compat.models import named_modules, stock_class
 from patcher.construction.in_force import InForce
 from patcher.fusions.base import Fusion
 from patcher.layouts.carried import PickledClass
@@ -122,6 +122,54 @@ def _unpickled(values: dict[str, Any]) -> PatchRecord:
 def record_of(model: nn.Module) -> PatchRecord | None:
     """Return the record of a patched model, or of a sub-model of one."""
     return model.__dict__.get(RECORD)
+
+
+def patched_models(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel, PatchRecord]]:
+    """Yield (path, model, record) of each outermost patched model."""
+    outer: list[str] = []
+    for path, part in named_modules(model):
+        record = record_of(part)
+        if record is not None and isinstance(part, PreTrainedModel) and not path.startswith(tuple(outer)):
+            outer.append(inside(path))
+            yield path, part, record
+
+
+def joined_record(model: nn.Module) -> PatchRecord | None:
+    """Return the record of a model; of one around patched models, as `encoder_patcher=` makes it, theirs as one."""
+    if (own := record_of(model)) is not None:
+        return own
+    records = [_moved(record, inside(path)) for path, _, record in patched_models(model)]
+    if not records:
+        return None
+    names = ("in_force", "modules", "functions", "rules", "fusion_transforms", "routes", "dropped", "warnings")
+    united: dict[str, Any] = {
+        name: tuple(dict.fromkeys(item for record in records for item in getattr(record, name)))
+        for name in (*names, "new_weights", "dropped_weights")
+    }
+    return PatchRecord(
+        model_class=stock_class(model),  # type: ignore[arg-type]
+        refused={path: reason for record in records for path, reason in record.refused.items()},
+        read=all(record.read for record in records),
+        **united,
+    )
+
+
+def _moved(record: PatchRecord, prefix: str) -> PatchRecord:
+    """Return a record by the names of a model around that of the record."""
+
+    def moved(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(map(prefix.__add__, names))
+
+    return replace(
+        record,
+        modules=tuple(replace(item, path=prefix + item.path) for item in record.modules),
+        refused={prefix + path: reason for path, reason in record.refused.items()},
+        routes=tuple(
+            replace(route, keys=moved(route.keys), parameters=moved(route.parameters)) for route in record.routes
+        ),
+        new_weights=moved(record.new_weights),
+        dropped_weights=moved(record.dropped_weights),
+    )
 
 
 def store_record(models: Iterable[tuple[str, PreTrainedModel]], record: PatchRecord) -> None:

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
-from patcher.compat.conversions import dot_natural_key, is_prequantized, keeps_quantized
+from patcher.compat.conversions import dot_natural_key, is_prequantized, keeps_quantized, source_patterns
 from patcher.compat.models import ModelView, state_tensors
 from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.carried import fused_modules, is_quantized as is_quantized_tensor
@@ -244,6 +244,10 @@ class Router:
             return
         try:
             layout = self._find_layout(group, bool(added))
+            # An operation names a tensor by its source until another one joins them.
+            others = {*source_patterns(group.transform)}.difference(names)
+            if apart := others.intersection(layout.fused):
+                raise ValueError(f"its operations don't join {', '.join(sorted(apart))}: end with Concatenate(dim=0)")
             if several := [name for name in layout.fused if "*" in name]:
                 raise ValueError(f"{several[0]} stands for several parameters, and its operations make one tensor")
         except Exception as error:

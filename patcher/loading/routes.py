@@ -152,7 +152,8 @@ def unfit_error(problems: Mapping[str, Sequence[str]]) -> PatchedWeightsError | 
             listed = compress(sorted(listed, key=dot_natural_key))
         is_told = kind == "failed" and (problems.get("incomplete") or problems.get("quantized"))  # the reason
         if listed and not is_told:
-            lines += [what, *(f"  {line}" for line in listed[:10]), advice]
+            more = [f"and {len(listed) - 10} more"] if len(listed) > 10 else []
+            lines += [what, *(f"  {line}" for line in [*listed[:10], *more]), advice]
     return PatchedWeightsError("\n".join(lines)) if lines else None
 
 

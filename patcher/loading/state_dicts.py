@@ -6,7 +6,7 @@ the patched model hold their values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,7 @@ from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
 from patcher.layouts.sharded import check_not_flat, distribute_like, full_tensor, local_tensor, reshard_modules
 from patcher.layouts.transforms import converts, select_conversions
 from patcher.loading.experts import quantized_experts
-from patcher.loading.record import PatchRecord, record_of
+from patcher.loading.record import PatchRecord, patched_models, record_of
 from patcher.loading.router import Router, stock_parameters, stock_state
 from patcher.loading.routes import Route
 from patcher.patterns import compress, in_state_dict, inside, is_number, without_numbers
@@ -334,16 +334,6 @@ def not_written(name: str, model: nn.Module, reason: str) -> InvalidPatcherError
         f"{name} of {type(model).__name__} {reason}, so nothing can be written into it in place. Load the weights "
         "anew with from_pretrained, in full precision and in memory."
     )
-
-
-def patched_models(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel, PatchRecord]]:
-    """Yield (path, model, record) of each outermost patched model."""
-    outer: list[str] = []
-    for path, part in named_modules(model):
-        record = record_of(part)
-        if record is not None and isinstance(part, PreTrainedModel) and not path.startswith(tuple(outer)):
-            outer.append(inside(path))
-            yield path, part, record
 
 
 def stock_parameter_names(model: nn.Module) -> list[str]:

@@ -426,7 +426,7 @@ WRONG: list[tuple[str, list[str], str]] = [
     (
         "value",
         ["plan", "FOLDER", "--class", "LlamaMLP=my_patches:NUMBER"],
-        r"NUMBER is a int in my_patches",
+        r"NUMBER is a int in my_patches; --class takes NAME=MODULE:CLASS",
     ),
 ]
 

@@ -183,7 +183,8 @@ def test_the_list(project: Path) -> None:
     line = "configs/one/one_patch_gen_config.py: modeling_checked -> patched_modeling_checked.py, 1 patches\n"
     assert run("--list") == (0, line)
     (project / "pyproject.toml").write_text('[tool.patcher.codegen]\nsearch_root = "lib"\n')
-    assert "no *_patch_gen_config.py here" in run("--list")[1]
+    for option in ("--list", "--all"):
+        assert "no *_patch_gen_config.py here" in run(option)[1]
 
 
 @pytest.mark.parametrize(
@@ -196,6 +197,11 @@ def test_the_list(project: Path) -> None:
         (["gone.py"], "there is no such config. Give the path of a file, or the name of a module."),
         (["configs/one/one_patch_gen_config.py", "-c", "other"], "there is no PatchConfig named 'other'"),
         (["lib/modeling_checked.py"], "this module defines no PatchConfig. Write `config = PatchConfig(...)`."),
+        (["configs"], "configs:1: this module defines no PatchConfig."),
+        (
+            ["verify", "configs/one/one_patch_gen_config.py", "--model-config", "no/such/folder"],
+            "'no/such/folder' isn't a model that can be used here. There is no such folder",
+        ),
     ],
 )
 def test_wrong_arguments(project: Path, arguments: list[str], message: str) -> None:

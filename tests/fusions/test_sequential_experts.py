@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import itertools
 import pickle
 import threading
 from pathlib import Path
@@ -28,6 +29,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from patcher import PatchedWeightsError, Patcher, UnmatchedPatchError
 from patcher.compat.conversions import stock_revert
+from patcher.fusions import SequentialExperts
 from patcher.loading.saving import saved_state_dict
 from tests.support import fresh, shared
 from tests.support.checkpoints import same_checkpoint
@@ -116,6 +118,28 @@ def test_every_expert_is_a_plain_linear_layer(config: PretrainedConfig, tmp_path
             experts[4]
     assert not any(parameter.dim() == 3 and "conv" not in name for name, parameter in listed.named_parameters())
     assert sum(p.numel() for p in listed.parameters()) == sum(p.numel() for p in stock.parameters())
+
+
+@pytest.mark.parametrize("config", CASES)
+@pytest.mark.parametrize("all_tokens", [False, True])
+def test_hooks_run_on_an_expert_as_on_its_layers(config: PretrainedConfig, all_tokens: bool, tmp_path: Path) -> None:
+    """Calibration registers them on `experts[3]`, and one that never runs would count no token."""
+    save_tiny(config, tmp_path)
+    patcher = Patcher(fusions=[SequentialExperts(all_tokens=all_tokens)])
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, patcher=patcher)
+    rows: dict[nn.Module, int] = {}
+    pairs = [(expert, expert.down_proj) for experts in experts_of(model) for expert in experts]
+    for module in itertools.chain(*pairs):
+        module.register_forward_hook(lambda module, given, _: rows.update({module: len(given[0])}))
+    model(**tiny_inputs(config))
+
+    assert {expert: rows[layer] for expert, layer in pairs if layer in rows} == {
+        expert: rows[expert] for expert, _ in pairs if expert in rows
+    }
+    assert len(rows) == 2 * len(pairs)
+    experts, given = pairs[0][0], torch.randn(3, model.config.get_text_config().hidden_size)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'run'"):
+        experts(given)
 
 
 @pytest.mark.crossed

@@ -11,15 +11,23 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MixtralForCausalLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    EncoderDecoderModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MixtralForCausalLM,
+)
 from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from patcher import InvalidPatcherError, Patcher, PatcherWarning, Report, forward_of, like, plan, report
+from patcher import InvalidPatcherError, Patcher, PatcherWarning, Report, diff, forward_of, like, plan, report
 from patcher.display.tree import Weights
 from tests.support import shared
 from tests.support.replacements import JOIN, JOINED, OWN, Both, JoinedMLP, OwnMLP, OwnNorm
-from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
+from tests.support.tiny import save_tiny, tiny_bert_config, tiny_llama_config, tiny_mixtral_config
 
 
 @pytest.fixture(scope="module")
@@ -242,6 +250,29 @@ def test_in_a_wrapper_the_model_reports(wrap: Any, llama: Path) -> None:
 
     assert report(wrap(model)) == report(model)
     assert str(report(wrap(LlamaForCausalLM.from_pretrained(llama)))) == "LlamaForCausalLM: not patched"
+
+
+def test_a_model_of_patched_parts_reports_on_all_of_them(llama: Path) -> None:
+    bert = str(shared.checkpoint(tiny_bert_config(), model_class=AutoModel))
+    together = EncoderDecoderModel.from_encoder_decoder_pretrained
+    parts = together(bert, bert, encoder_patcher=Patcher(fusions="qkv"), decoder_patcher=Patcher(fusions="kv"))
+    said = report(parts)
+    assert [path for path, *_ in said.fused] == [
+        *(f"decoder.bert.encoder.layer.{index}.crossattention.self" for index in range(2)),
+        *(f"encoder.encoder.layer.{index}.attention.self" for index in range(2)),
+    ]
+    assert len(said.patchers) == 2
+    assert "BertCrossAttention -> FusedBertCrossAttention" in str(said)
+    assert [path for entry in diff(parts).classes for path in entry.modules] == [
+        "encoder.encoder.layer.{0..1}.attention.self",
+        "decoder.bert.encoder.layer.{0..1}.crossattention.self",
+    ]
+
+    inner = LlamaForCausalLM.from_pretrained(llama, patcher=JOINED)
+    outer = LlamaForCausalLM.from_pretrained(llama)
+    outer.model = inner.model
+    assert [path for path, *_ in report(outer).replaced] == [path for path, *_ in report(inner).replaced]
+    assert report(outer).conversions_added == report(inner).conversions_added
 
 
 def test_a_sub_model_reports_on_itself(llama: Path) -> None:

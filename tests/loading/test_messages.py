@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralForCausalLM, ResNetConfig, WeightConverter
-from transformers.core_model_loading import Concatenate
+from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from patcher import PatchedWeightsError, Patcher, PatcherWarning, UnmatchedPatchError, plan, report
+from patcher.loading.routes import unfit_error
 from tests.support import shared
 from tests.support.replacements import JOIN, JOINED, OWN, Both, JoinedMLP, With, joining
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
@@ -119,6 +122,32 @@ def test_a_target_of_several_parameters_of_which_the_operations_make_one() -> No
     assert "twice" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("config", "name", "sources"),
+    [
+        (tiny_llama_config(), "LlamaMLP", ["gate_proj.weight", "up_proj.weight"]),
+        (tiny_mixtral_config(), "MixtralExperts", ["*.w1.weight", "*.w3.weight"]),
+    ],
+)
+def test_operations_that_leave_the_sources_apart(config: Any, name: str, sources: list[str]) -> None:
+    """MergeModulelist stacks the tensors of each source, and gives one stack for each."""
+    conversion = WeightConverter(sources, "both", [MergeModulelist(dim=0)])
+    layer = type("Layer", (ManyLinears,), {"conversion_mapping": conversion, "__init__": stacks_of_two})
+    patcher = Patcher({name: layer}, dropped_weights=r"w2|down_proj")
+    text = rf"don't join {re.escape(', '.join(sources))}: end with Concatenate\(dim=0\)"
+    with pytest.raises(PatchedWeightsError, match=text) as caught:
+        AutoModelForCausalLM.from_pretrained(shared.checkpoint(config), patcher=patcher)
+    assert "twice" not in str(caught.value)
+    layer.conversion_mapping = WeightConverter(sources, "both", [MergeModulelist(dim=0), Concatenate(dim=0)])
+    AutoModelForCausalLM.from_pretrained(shared.checkpoint(config), patcher=patcher)
+
+
+def stacks_of_two(self: Any, config: Any) -> None:
+    nn.Module.__init__(self)
+    count = getattr(config, "num_local_experts", 1)
+    self.both = nn.Parameter(torch.empty(2 * count, config.intermediate_size, config.hidden_size))
+
+
 @pytest.mark.parametrize("target", ["mlp.gate_up_prj.weight", "mlp.gate_up.weight", "gate_up_projj.weight"])
 def test_a_misspelt_target_is_said_to_be_one(target: str, llama: Path) -> None:
     wrong = joining("mlp.gate_proj.weight", "mlp.up_proj.weight", target=target)
@@ -134,6 +163,37 @@ def test_a_source_that_took_nothing_leaves_over_what_it_was_for(llama: Path) -> 
     text = r"(?s)makes \(96, 64\), the model has \(192, 64\).*unused:\n  model\.layers\.\S+\.mlp\.gate_proj\.weight"
     with pytest.raises(PatchedWeightsError, match=text):
         load(llama, JOINED.replace(extra_weight_conversions=wrong))
+
+
+@pytest.mark.parametrize(
+    ("sources", "target", "text"),
+    [
+        (
+            "gate_up_proj",
+            "both",
+            r"took no tensor: .*replaces; it has \{0\.\.3\}\.w1\.weight, .*w2\.weight, .*w3\.weight",
+        ),
+        ("block_sparse_moe.experts.*.w1.weight", "both", r"took no tensor: .*; nearest: \{0\.\.3\}\.w1\.weight"),
+        ("*.w1.weight", "bot", r"makes bot, which the model doesn't have; nearest: both$"),
+        ("*.w1.weight", "mlp.experts.both", r"makes mlp\.experts\.both, which .* have; nearest: both$"),
+    ],
+)
+def test_a_conversion_of_a_class_is_said_what_is_in_the_module(sources: str, target: str, text: str) -> None:
+    """The checkpoint has single experts, and stock's parameters are their stacks."""
+    conversion = WeightConverter(sources, target, [MergeModulelist(dim=0)])
+    layer = type("Layer", (nn.Module,), {"conversion_mapping": conversion, "__init__": stacks_of_two})
+    with pytest.raises(UnmatchedPatchError, match=rf"(?m)Layer\.conversion_mapping: .* {text}"):
+        MixtralForCausalLM.from_pretrained(
+            shared.checkpoint(tiny_mixtral_config()), patcher=Patcher({"MixtralExperts": layer}, dropped_weights="w")
+        )
+
+
+def test_a_conversion_of_which_another_takes_the_tensors(llama: Path) -> None:
+    conversion = joining("gate_proj.weight", "up_proj.weight", target="gate_up_proj.weight")
+    also = type("Also", (JoinedMLP,), {"conversion_mapping": conversion})
+    text = r"Also\.conversion_mapping: .* took no tensor: another conversion takes them"
+    with pytest.raises(UnmatchedPatchError, match=text):
+        load(llama, JOINED.replace(class_mapping={"LlamaMLP": also}))
 
 
 def test_a_conversion_of_a_class_that_names_the_module_is_said_to(llama: Path) -> None:
@@ -199,3 +259,9 @@ def test_declared_weights_are_not_logged(declared: bool, llama: Path, caplog: py
         logger.removeHandler(caplog.handler)
     assert ("MISSING" in caplog.text) is not declared
     assert ("UNEXPECTED" in caplog.text) is not declared
+
+
+def test_of_many_keys_the_rest_is_counted() -> None:
+    many = [f"{name}.weight" for name in "abcdefghijkl"]
+    assert "\n  j.weight\n  and 2 more\nFuse" in str(unfit_error({"quantized": many}))
+    assert "more" not in str(unfit_error({"quantized": ["a.weight"]}))

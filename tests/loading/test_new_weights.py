@@ -13,7 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, EncoderDecoderModel, LlamaForCausalLM
+from transformers.models.bert.modeling_bert import BertSelfOutput
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from patcher import (
@@ -29,7 +30,7 @@ from patcher import (
 )
 from tests.support import fresh, shared
 from tests.support.offloaded import offloaded
-from tests.support.tiny import tiny_llama_config
+from tests.support.tiny import tiny_bert_config, tiny_llama_config
 
 IDS = torch.tensor([[3, 4, 5, 6]])
 
@@ -43,6 +44,12 @@ class Shifted(LlamaRMSNorm):  # type: ignore[misc]
 
     def forward(self, hidden_states: torch.Tensor) -> Any:
         return super().forward(hidden_states) + self.shift
+
+
+class Gained(BertSelfOutput):  # type: ignore[misc]
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.gain = nn.Parameter(torch.ones(config.hidden_size))
 
 
 SHIFTED = Patcher({"LlamaRMSNorm": Shifted}, new_weights=r"norm\.shift$", name="shifted")
@@ -69,6 +76,36 @@ def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model(IDS).logits
     return found
+
+
+def test_new_weights_of_the_parts_of_a_model_are_named(tmp_path: Path) -> None:
+    bert = str(shared.checkpoint(tiny_bert_config(), model_class=AutoModel))
+    patcher = Patcher({"BertSelfOutput": Gained}, new_weights="gain", name="gained")
+    together = EncoderDecoderModel.from_encoder_decoder_pretrained
+    model: Any = together(bert, bert, encoder_patcher=patcher)
+    torch.nn.init.normal_(model.encoder.encoder.layer[0].attention.output.gain)
+    model.save_pretrained(tmp_path / "whole")
+
+    with pytest.raises(PatchedWeightsError, match=r"encoder\.encoder\.layer\.\{0\.\.1\}.*\.gain\n.*of 'gained'"):
+        EncoderDecoderModel.from_pretrained(tmp_path / "whole")
+    both = [load_new_weights, save_new_weights]
+    save_new_weights(model.encoder, tmp_path / "new")
+    for function in both:
+        with pytest.raises(InvalidPatcherError, match=r"encoder of .*separately.*\(model\.encoder, folder\)"):
+            function(model, tmp_path / "new")
+
+
+def test_patchers_in_force_may_have_replacements_for_the_same_class(llama: Path, tmp_path: Path) -> None:
+    """The inner one wins. Saving made one patcher of them, which raised."""
+    other = Patcher({"LlamaRMSNorm": type("Other", (LlamaRMSNorm,), {})}, name="other")
+    with other.applied():
+        model = trained(llama)
+    model.save_pretrained(tmp_path)
+
+    with pytest.raises(PatchedWeightsError, match=r"of 'shifted \| other'"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, patcher=SHIFTED)
+    torch.testing.assert_close(again(IDS).logits, model(IDS).logits)
 
 
 # --- in a checkpoint -----------------------------------------------------------------------------------------------

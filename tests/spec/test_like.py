@@ -356,6 +356,8 @@ def test_what_is_not_alike_stays_and_a_key_without_effect_raises() -> None:
         match=r"like\('LlamaRMSNorm'\); nearest: GemmaRMSNorm, which differs: LlamaRMSNorm: only one has _norm",
     ):
         built(GemmaConfig, Patcher({like("LlamaRMSNorm"): Doubled}))
+    with pytest.raises(UnmatchedPatchError, match=r"nearest: LlamaRMSNorm, which is a replacement itself"):
+        built(LlamaConfig, Patcher({like("LlamaRMSNorm"): LlamaRMSNorm}))
     with pytest.raises(UnmatchedPatchError, match=r"nothing in the modeling code calls like\("):
         built(LlamaConfig, Patcher(function_mapping={like(f"{__name__}:activated"): activated_too}))
 

@@ -351,6 +351,7 @@ class FusedLayers:
         module, init = self.modules[path], self.text.method(original, "__init__")
         if not self.text.defines(original) or init is None or init[0] is not original:
             raise self._unreadable(original)
+        self.define(standing_alone.ExpertLayers)
         self.define(standing_alone.ListedExperts)
         node = self.text.classes[original.__name__]
         functions = [member for member in node.body if isinstance(member, ast.FunctionDef)]
@@ -361,7 +362,7 @@ class FusedLayers:
             members["forward"] = members["forward"].replace(
                 "self.empty_output(hidden_states, top_k_weights)", "torch.zeros_like(hidden_states)"
             )
-        if "self.run_expert(" not in members["forward"]:
+        if "self.run_expert" not in members["forward"]:
             members.pop("run_expert", None)
         elif members["run_expert"] == default["run_expert"]:
             has_own_gate = any(function.name == "_apply_gate" for function in functions)
@@ -398,7 +399,7 @@ class FusedLayers:
         biased = {layer for layout in layouts for layer in layout.layers if layer.endswith(".bias")}
         ordered = list(shapes.values())
         first, width = ordered[0], ordered[-1][1]
-        lines = [f"for number in range({first[0]}):", "    expert = nn.Module()"]
+        lines = [f"for number in range({first[0]}):", "    expert = ExpertLayers()"]
         for layout, (count, inputs, outputs) in shapes.items():
             for layer in (name.removesuffix(".weight") for name in layout.layers):
                 bias = "" if f"{layer}.bias" in biased else ", bias=False"

@@ -97,7 +97,7 @@ def load_configs(module: str, name: str | None = None) -> list[PatchSpec]:
             f"{place or module}: the config can't be imported: {type(error).__name__}: {error}"
             + (f", at {cause}" if cause else "")
         ) from error
-    file = str(Path(loaded.__file__ or ""))
+    file = str(loaded.__file__ or path)  # of a folder there is no file
     configs = {key: value for key, value in vars(loaded).items() if isinstance(value, PatchSpec)}
     if name is None and "config" not in configs:
         if defined := {id(config): config for config in configs.values() if config.config_file == file}:

@@ -3,6 +3,7 @@
 # mypy: disable-error-code="call-overload, no-any-return, no-untyped-call, operator, override"
 from __future__ import annotations
 
+import functools
 import sys
 from types import FunctionType
 from typing import Any, ClassVar
@@ -60,12 +61,12 @@ class InEqualParts(LinearExperts):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         rows = hidden_states.view(len(self), -1, self.hidden_size)
-        gate = torch.stack([expert.gate_proj(part) for expert, part in zip(self, rows, strict=True)])
-        up = torch.stack([expert.up_proj(part) for expert, part in zip(self, rows, strict=True)])
-        rows = up * self.act_fn(gate)
-        return torch.stack([expert.down_proj(part) for expert, part in zip(self, rows, strict=True)]).view(
-            -1, self.hidden_size
-        )
+        rows = torch.stack([expert(part, self.run_expert) for expert, part in zip(self, rows, strict=True)])
+        return rows.view(-1, self.hidden_size)
+
+    def run_expert(self, expert: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        gate, up = expert.gate_proj(rows), expert.up_proj(rows)
+        return expert.down_proj(up * self.act_fn(gate))
 
     forward_of_all_tokens: ClassVar[Any] = forward
 
@@ -97,11 +98,13 @@ class Shared(LinearExperts):
     def forward(self, hidden_states: torch.Tensor, gammas: torch.Tensor) -> torch.Tensor:
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         gammas = gammas.reshape(-1, len(self), 1).transpose(0, 1)
-        gate = torch.stack([expert.gate_proj(rows) for expert in self])
-        up = torch.stack([expert.up_proj(rows) for expert in self])
-        activated = self.act_fn(gate) * up * gammas
-        down = torch.stack([expert.down_proj(part) for expert, part in zip(self, activated, strict=True)])
+        runs = [functools.partial(self.run_expert, weights=weights) for weights in gammas]
+        down = torch.stack([expert(rows, run) for expert, run in zip(self, runs, strict=True)])
         return down.float().sum(dim=0).to(hidden_states.dtype).view(hidden_states.shape)
+
+    def run_expert(self, expert: nn.Module, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        gate, up = expert.gate_proj(rows), expert.up_proj(rows)
+        return expert.down_proj(self.act_fn(gate) * up * weights)
 
     forward_of_all_tokens: ClassVar[Any] = forward
 

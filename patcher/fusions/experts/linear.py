@@ -88,7 +88,7 @@ class LinearExperts(FusedModule, ListedExperts):
         hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero() if not self.every_expert_runs() else None
         for expert_idx in range(len(self)) if hit is None else hit.flatten().cpu():
             position, token = torch.where(mask[expert_idx])
-            rows = self.run_expert(self[expert_idx], hidden_states[token]) * top_k_weights[token, position, None]
+            rows = self[expert_idx](hidden_states[token], self.run_expert) * top_k_weights[token, position, None]
             output.index_add_(0, token, rows.to(output.dtype))
         return output.to(hidden_states.dtype)
 
@@ -101,7 +101,7 @@ class LinearExperts(FusedModule, ListedExperts):
         weights = weights.scatter_add(1, top_k_index, top_k_weights)
         for expert_idx in range(len(self)):
             weight = weights[:, expert_idx, None]
-            rows = (self.run_expert(self[expert_idx], hidden_states) * weight).to(output.dtype)
+            rows = (self[expert_idx](hidden_states, self.run_expert) * weight).to(output.dtype)
             # Not only a weight of zero: the output of an expert that wasn't chosen may overflow.
             output.add_(rows.masked_fill(weight == 0, 0))
         return output.to(hidden_states.dtype)

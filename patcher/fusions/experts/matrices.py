@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import nn
 
+from patcher.compat.standing_alone import ExpertLayers
 from patcher.errors import InvalidPatcherError
 from patcher.layouts.layouts import Layout
 
@@ -35,6 +36,8 @@ class Matrices(Layout):
         transposed: the stack is `(experts, in, out)`.
         interleaved: the rows of the parts of an expert alternate; otherwise one part comes after the other.
     """
+
+    container: ClassVar[type[nn.Module]] = ExpertLayers
 
     layers: tuple[str, ...] = ()
     transposed: bool = False

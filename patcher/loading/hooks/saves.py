@@ -27,7 +27,7 @@ from patcher.layouts.transforms import converts
 from patcher.loading.integration import integrations
 from patcher.loading.layout_on_disk import check_save_options, remove_stale_weights, remove_weights
 from patcher.loading.new_weights import metadata_with_new_weights, new_weights, sort_metadata
-from patcher.loading.record import record_of
+from patcher.loading.record import joined_record
 from patcher.loading.saving import OffloadedCheckpoint, SavePlan, plan_saving
 
 
@@ -53,7 +53,7 @@ _SAVE: ContextVar[_Save | None] = ContextVar("patcher_save", default=None)
 def save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     bound = inspect.signature(stock).bind(self, *args, **kwargs)
     bound.apply_defaults()
-    arguments, record = bound.arguments, record_of(self)
+    arguments, record = bound.arguments, joined_record(self)
     if has_adapters(self):  # then transformers saves only these
         return stock(self, *args, **kwargs)
     if arguments["distributed_checkpoint"] and (

@@ -57,6 +57,15 @@ def nothing_new_to_save(at: Place) -> Steps:
     save_new_weights(load(at.llama, CENTRED), at.tmp)
 
 
+@advice("Save and load the new weights of each: save_new_weights(model.{}, folder).")
+def new_weights_of_a_part(at: Place) -> Steps:
+    model = load(at.llama)
+    model.model = trained(at).model
+    yield lambda: save_new_weights(model, at.tmp)
+    save_new_weights(model.model, at.tmp)
+    load_new_weights(load(at.llama, CENTRED).model, at.tmp)
+
+
 @advice("{} can't be read ({}: {}). Give the folder that patcher.save_new_weights(model, folder) has written.")
 def a_folder_without_new_weights(at: Place) -> Steps:
     model = trained(at)

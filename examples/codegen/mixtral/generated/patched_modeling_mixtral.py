@@ -4,7 +4,7 @@
 # About:   What the patcher 'Mixtral with experts as layers' does to the models of this
 #          module.
 # Made by: patcher codegen examples/codegen/mixtral/mixtral_patch_gen_config.py
-# Differs: replace class MixtralExperts fcbf0dde; override method (4 times); add helper (4
+# Differs: replace class MixtralExperts fcbf0dde; override method (4 times); add helper (5
 #          times); add code behind the imports; add import (11 times); rename MixtralModel;
 #          add base ConvertedCheckpoints of MixtralPreTrainedModel; drop import
 #          use_experts_implementation
@@ -84,6 +84,13 @@ STOCK_CONVERSIONS = ("mixtral",)
 # ======================================================================
 # [HELPERS]
 # ======================================================================
+class ExpertLayers(nn.Module):
+    """The layers of an expert. It is called, so that hooks on it run."""
+
+    def forward(self, rows, run):
+        return run(self, rows)
+
+
 class ListedExperts(nn.Module):
     """Experts as modules: the children whose names are indices. It is indexed as a list."""
 
@@ -248,7 +255,7 @@ class MixtralExperts(ListedExperts):
         self.hidden_dim = config.hidden_size
         self.intermediate_dim = config.intermediate_size
         for number in range(self.num_experts):
-            expert = nn.Module()
+            expert = ExpertLayers()
             expert.gate_proj = nn.Linear(self.hidden_dim, self.intermediate_dim, bias=False)
             expert.up_proj = nn.Linear(self.hidden_dim, self.intermediate_dim, bias=False)
             expert.down_proj = nn.Linear(self.intermediate_dim, self.hidden_dim, bias=False)
@@ -266,7 +273,7 @@ class MixtralExperts(ListedExperts):
         hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero() if not self.every_expert_runs() else None
         for expert_idx in range(len(self)) if hit is None else hit.flatten().cpu():
             position, token = torch.where(mask[expert_idx])
-            rows = self.run_expert(self[expert_idx], hidden_states[token]) * top_k_weights[token, position, None]
+            rows = self[expert_idx](hidden_states[token], self.run_expert) * top_k_weights[token, position, None]
             output.index_add_(0, token, rows.to(output.dtype))
         return output.to(hidden_states.dtype)
 
