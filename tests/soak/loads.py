@@ -11,12 +11,13 @@ from contextlib import nullcontext
 from contextvars import copy_context
 from typing import Any
 
+import pytest
 import torch
 from transformers import GPT2LMHeadModel, PreTrainedModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from patcher import Patcher, monkey_patching, plan
+from patcher import PatchedWeightsError, Patcher, monkey_patching, plan
 from patcher.construction.lock import construction_lock
 from tests.soak.stock import auto_class
 from tests.soak.subjects import Subject, any_shards
@@ -105,9 +106,11 @@ def from_config(turn: Turn) -> None:
     model = auto_class(subject.config).from_config(subject.config, patcher=subject.patcher)
     subject.check_built(model)
     model.save_pretrained(turn.folder)
-    stock = auto_class(subject.config).from_pretrained(turn.folder).eval()
     if not subject.saves_as_stock:
+        with pytest.raises(PatchedWeightsError, match="weights that a patcher has added"):
+            auto_class(subject.config).from_pretrained(turn.folder)
         return
+    stock = auto_class(subject.config).from_pretrained(turn.folder).eval()
     inputs = tiny_inputs(subject.config)
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(**inputs)[0], stock(**inputs)[0], atol=1e-4, rtol=1e-4)
