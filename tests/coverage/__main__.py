@@ -67,12 +67,13 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="one page of what is examined, in place of those that ship")
     options = parser.parse_args()
     families = tuple(options.family) or FAMILIES
-    done = read_results(options.results)
+    done, now = read_results(options.results), versions()
     if not options.table:
         wanted = [one for one in architectures().values() if _is_wanted(one, options)]
         left = [one for one in wanted if options.again or _is_open(done.get(one.name), families, options)]
         started = time.time()
         for number, result in enumerate(examined(left, families), 1):
+            result |= now  # the code that was imported, whatever is edited meanwhile
             done[result["name"]] = result = _with_other_families(result, done.get(result["name"]))
             with options.results.open("a") as file:
                 file.write(json.dumps(result) + "\n")
@@ -114,8 +115,8 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
     """What was found before with this transformers and this code: name -> the last result."""
     if not path.exists():
         return {}
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return {row["name"]: row for row in rows if versions().items() <= row.items()}
+    rows, now = [json.loads(line) for line in path.read_text().splitlines()], versions()
+    return {row["name"]: row for row in rows if now.items() <= row.items()}
 
 
 def versions() -> dict[str, str]:
@@ -171,7 +172,6 @@ def _result(run: tuple[Architecture, Any, float], families: tuple[str, ...], pip
         "kind": one.kind,
         "seconds": round(time.monotonic() - started, 1),
         "asked": families,
-        **versions(),
     }
 
 
