@@ -149,9 +149,10 @@ def _class_hint(key: str, places: Places, classes: Mapping[str, type[nn.Module]]
     """Return what the key of a class was probably meant to be."""
     if isinstance(key, Like):
         close = nearest(key.target.rpartition(":")[2], classes, 1)
-        why = key.why_not(classes[close[0]]) if close else ""
-        is_same = ", which is a replacement itself: it needs none"
-        return f"; nearest: {close[0]}{f', which differs: {why}' if why else is_same}" if close else ""
+        if not close:
+            return ""
+        why = key.why_not(classes[close[0]])
+        return f"; nearest: {close[0]}, which {f'differs: {why}' if why else 'is a replacement itself: it needs none'}"
     last = key.rpartition(".")[2]
     named = {name for path, name in places if "." in key and (name == last or _is_path_of(key, path))}
     if named:

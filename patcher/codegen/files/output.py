@@ -83,9 +83,9 @@ class ModelingCodeGenerator:
 def build_formatted(config: PatchSpec, formatted: bool) -> Generated:
     """Return a generated file as it is written."""
     generated = build(config)
-    return (
-        replace(generated, text=run_ruff(generated.text, config.target_file, config.where)) if formatted else generated
-    )
+    if not formatted:
+        return generated
+    return replace(generated, text=run_ruff(generated.text, config.target_file, config.where))
 
 
 def write_generated(generated: Generated, folder: Path, *, diff: bool = False) -> Path:
