@@ -19,7 +19,7 @@ from patcher.compat.models import ModelView
 from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.carried import Carrier, is_quantized
 from patcher.layouts.layouts import Layout
-from patcher.patterns import inside
+from patcher.patterns import inside, parents
 
 #: Converts a state dict with stacks to the checkpoint that it is saved as.
 Revert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
@@ -32,10 +32,13 @@ def default_revert(model: PreTrainedModel) -> Revert:
 
 
 def group_by_layer(keys: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return path of a layer -> name of a tensor in it -> key; `x.weight.absmax` is of the layer x too."""
+    """Return path of a layer -> name of a tensor in it -> key; `x.weight.absmax` is of x too, as `x.weight` is."""
+    keys = list(keys)
+    weights = {layer for layer, _, name in (key.rpartition(".") for key in keys) if name.startswith("weight")}
     layers: dict[str, dict[str, str]] = {}
     for key in keys:
-        layer = key.partition(".weight.")[0] if ".weight." in key else key.rpartition(".")[0]
+        around = parents(key)
+        layer = next((path for path in reversed(around) if path in weights), around[-1])
         layers.setdefault(layer, {})[key.removeprefix(inside(layer))] = key
     return layers
 

@@ -132,6 +132,35 @@ def test_what_is_beside_a_weight_is_saved_beside_its_name_and_read_from_there(
     assert torch.equal(logits(other), logits(model))
 
 
+class Observer(nn.Module):
+    """What a quantizer puts into a linear layer to measure its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("amax", torch.rand(()))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_a_quantizer_puts_into_a_layer_is_saved_below_its_name(
+    name: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    original = saved(load(folders[name], None), tmp_path / "stock")
+    model = load(folders[name])
+    layer_of = {
+        next(key for key, value in original.items() if torch.equal(value, layer.weight)).removesuffix("weight"): layer
+        for layer in list(layers_of_experts(model).values())[::2]
+    }
+    for layer in layer_of.values():
+        layer.input_quantizer = Observer()
+
+    found = saved(model, tmp_path / "observed")
+
+    below = {f"{key}input_quantizer.amax": layer.input_quantizer.amax for key, layer in layer_of.items()}
+    expected = original | below
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
 @pytest.mark.parametrize("config", [tiny_gpt_oss_config(), tiny_llama4_config()], ids=["gpt-oss", "Llama 4"])
 def test_a_checkpoint_of_stacks_has_no_place_for_it(config: PretrainedConfig, tmp_path: Path) -> None:
     model = load(save_tiny(config, tmp_path / "original"))
