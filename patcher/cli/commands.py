@@ -145,6 +145,7 @@ def export(model: str, folder: Path, patcher: Any, push: Any, quick: bool, unver
 def diff(model: str, patcher: Any, options: Any) -> Result:
     """Show how the modeling code changes.
 
-    Prints a diff for every class that is replaced or fused, and every function.
+    Prints a diff for every class that is replaced or fused, and every function. Exits with 1 if a load would fail.
     """
-    return library.diff(model, patcher, **options), True
+    changes = library.diff(model, patcher, **options)
+    return changes, not changes.problems

@@ -6,7 +6,8 @@ import difflib
 import inspect
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from textwrap import indent
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -17,11 +18,12 @@ from patcher.compat.conversions import dot_natural_key
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import stock_class
 from patcher.construction.in_force import InForce
-from patcher.display.parts import Code, visible
+from patcher.display.parts import Code, Notes, Part, visible
 from patcher.display.shown import Displayable, pluralize
 from patcher.errors import InvalidPatcherError
 from patcher.functions.models import full_name
 from patcher.inspection.class_texts import composed
+from patcher.inspection.plan import plan
 from patcher.integrations import install
 from patcher.loading.record import patched_models
 from patcher.patterns import compress, inside
@@ -73,25 +75,32 @@ class Diff(Displayable):
         model: the class of the model.
         classes: the classes that are replaced or fused, in the order of the modules.
         functions: the functions that are replaced.
+        problems: the reasons for which a load would fail, and its warnings, such as a key that matches nothing.
     """
 
     model: str
     classes: tuple[ClassDiff, ...] = ()
     functions: tuple[FunctionDiff, ...] = ()
+    problems: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         """Whether any code differs."""
         return any(entry.text for entry in self.classes) or any(entry.text for entry in self.functions)
 
     def __str__(self) -> str:
-        return visible("\n\n".join(part.text for part in self._parts())) or f"# {self._headline()}"
+        comments = [indent(text, "# ") for text in self.problems]
+        return visible("\n\n".join([*comments, *(part.text for part in self._codes())])) or f"# {self._headline()}"
 
     def _headline(self) -> str:
         kinds = ((len(self.classes), "class"), (len(self.functions), "function"))
         parts = [pluralize(count, kind) for count, kind in kinds if count]
         return f"{self.model}: {' and '.join(parts) or 'no class is'} replaced"
 
-    def _parts(self) -> Iterator[Code]:
+    def _parts(self) -> Iterator[Part]:
+        yield Notes("Problems", self.problems, "bad")
+        yield from self._codes()
+
+    def _codes(self) -> Iterator[Code]:
         rows = [(", ".join(path or "(the model)" for path in entry.modules), *entry[1:]) for entry in self.classes]
         rows += [(f"called by {', '.join(entry.callers)}", *entry[1:]) for entry in self.functions]
         for where, was, becomes, text in rows:
@@ -158,7 +167,9 @@ def diff(
     else:
         config = config_of(model, options)
         cls = model_class_of(config, model_class, model, options)
-    return _diff(cls.__name__, {"": resolve_in_force((InForce(patcher, "diff()"),), cls, config)})
+    result = _diff(cls.__name__, {"": resolve_in_force((InForce(patcher, "diff()"),), cls, config)})
+    planned = plan(config, patcher, model_class=cls)
+    return replace(result, problems=(*planned.problems, *planned.warnings))
 
 
 def _diff(model: str, resolutions: Mapping[str, Resolution]) -> Diff:

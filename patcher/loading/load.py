@@ -303,6 +303,12 @@ _NEXT_SEAM: dict[type[Request], str] = {
 }
 
 
+def with_lenient(load: Constructed) -> Diagnostics:
+    """Return the diagnostics of a load that reads no weights: those of patchers that aren't strict as well."""
+    lenient = [entry for entry in load.requested if not entry.patcher.strict]
+    return load.diagnostics.with_unused(lenient, load.outcome, load.model_class.__name__)
+
+
 def record_load(load: Constructed) -> None:
     """Store on the model what was patched: saves and later loads into it go by that."""
     store_record(load.models, load.record)
@@ -321,8 +327,7 @@ def finish(load: Constructed) -> None:
         if not distributed_checkpoint(load.path, load.options):
             raise not_called(_NEXT_SEAM[type(load)])
         record_load(load)  # torch.distributed has read it
-        lenient = [entry for entry in load.requested if not entry.patcher.strict]
-        diagnostics = diagnostics.with_unused(lenient, load.outcome, load.model_class.__name__)
+        diagnostics = with_lenient(load)
     total = time.perf_counter() - load.started
     seconds = {"construction": load.seconds, "reading": total - load.seconds, "total": total}
     record = record_of(load.model) or load.record  # an adapter that was loaded as well may have changed it

@@ -264,7 +264,7 @@ def test_a_preset_that_drifted_is_tried_without_its_pins(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("mine")
-def test_diff_shows_the_code_and_exits_with_0(folder: Path) -> None:
+def test_diff_shows_the_code_and_exits_with_1_if_a_load_would_fail(folder: Path) -> None:
     done = run("diff", folder, "--patcher", "my_patches:DOUBLED", "--fusion", "qkv")
     assert done.exit_code == 0, done.output
     assert "+++ my_patches.Doubled\n" in done.stdout
@@ -273,6 +273,9 @@ def test_diff_shows_the_code_and_exits_with_0(folder: Path) -> None:
     assert "\x1b" not in done.stdout
     data = json.loads(run("diff", folder, "--patcher", "my_patches:DOUBLED", "--json").stdout)
     assert [entry["becomes"] for entry in data["classes"]] == ["my_patches.Doubled"]
+    done = run("diff", folder, "--class", "LlamaMlp=my_patches:Doubled")
+    assert done.exit_code == 1
+    assert "#   class_mapping: no class of the model matches 'LlamaMlp'; nearest: LlamaMLP" in done.stdout
 
 
 # --- presets -------------------------------------------------------------------------------------------------------

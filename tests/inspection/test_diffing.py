@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import linecache
 import re
@@ -353,6 +354,17 @@ def test_a_model_is_named_in_any_way(folder: Path, named: Callable[[Path], Any])
     assert diff(named(folder), JOINED) == llama(JOINED)
 
 
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
+def test_what_has_no_effect_is_said_above_the_diff(strict: bool) -> None:
+    shown = llama(Patcher({"LlamaMLP": OwnMLP, "LlamaMlp": OtherMLP}, strict=strict))
+    text = "class_mapping: no class of the model matches 'LlamaMlp'; nearest: LlamaMLP"
+    (problem,) = shown.problems
+    assert text in problem
+    assert f"#   {text}" in str(shown).partition("\n--- ")[0]
+    assert text in html.unescape(shown._repr_html_())
+    assert [entry.modules for entry in shown.classes] == [("model.layers.{0..1}.mlp",)]
+
+
 def test_a_class_and_an_auto_class_name_a_model() -> None:
     def paths(shown: Diff) -> list[tuple[str, ...]]:
         return [entry.modules for entry in shown.classes]
@@ -428,6 +440,7 @@ def test_it_is_data(shown: Diff) -> None:
             }
         ],
         "functions": [],
+        "problems": [],
     }
 
 
