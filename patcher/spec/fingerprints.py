@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 from torch import nn
 
 from patcher.compat.modeling_code import is_modeling_module, subclasses
-from patcher.errors import PresetDriftError, warn
+from patcher.errors import InvalidPatcherError, PresetDriftError, warn
 from patcher.fusions.methods import why_not_its_source
 from patcher.source.alike import without_kernel
 from patcher.source.definitions import canonical, find
@@ -40,9 +40,13 @@ def fingerprint(cls: type[nn.Module] | Callable[..., Any]) -> str:
 
     Raises:
         OSError: if the source can't be found.
+        InvalidPatcherError: if it isn't a class or a function of Python.
     """
     original: Any = inspect.unwrap(without_kernel(cls))
-    path = inspect.getsourcefile(original)
+    try:
+        path = inspect.getsourcefile(original)
+    except TypeError:
+        raise InvalidPatcherError(f"fingerprint takes a class or a function of Python, found {cls!r}.") from None
     if path is None:
         raise OSError(f"no source file for {original.__qualname__}")
     stat = Path(path).stat()  # a notebook cell may have been changed

@@ -10,13 +10,14 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
 
-from patcher import Patcher, PatcherWarning, PresetDriftError
+from patcher import InvalidPatcherError, Patcher, PatcherWarning, PresetDriftError
 from patcher.spec.fingerprints import check_pins, fingerprint
 from tests.support import shared
 from tests.support.tiny import tiny_llama_config
@@ -83,6 +84,13 @@ def define(tmp_path: Path) -> Callable[[str], type[nn.Module]]:
 def test_what_counts_as_a_change(define: Callable[[str], type], change: Callable[[str], str], counts: bool) -> None:
     assert change(BASE) != BASE
     assert (fingerprint(define(BASE)) != fingerprint(define(change(BASE)))) is counts
+
+
+@pytest.mark.parametrize("value", ["LlamaMLP", len, int])
+def test_only_code_of_python_has_one(value: Any) -> None:
+    found = re.escape(repr(value))
+    with pytest.raises(InvalidPatcherError, match=f"takes a class or a function of Python, found {found}"):
+        fingerprint(value)
 
 
 def test_a_file_that_is_written_anew_is_read_anew(define: Callable[[str], type[nn.Module]]) -> None:
