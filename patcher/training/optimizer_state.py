@@ -254,7 +254,7 @@ def _convert(records: dict[str, Record], layouts: Iterable[Layout], owner: str, 
                         raise PatchedWeightsError(
                             f"{key} of {name} is {actual} in {owner}, and the parameter is {expected}."
                         )
-                values = [by_itself(tensor.contiguous()) for tensor in convert(tensors)]
+                values = [by_itself(tensor) for tensor in convert(tensors)]
             else:
                 values = [copy.deepcopy(value) for _ in targets]  # a step is counted in place
             for state, converted in zip(states, values, strict=True):
