@@ -362,7 +362,8 @@ def _as_in_transformers(
         # Tensors of a checkpoint that a patcher's conversion takes may have a stock conversion as well.
         converted, taken, _ = converted_to_parameters(model, others, stock)
         state_dict = {name: value for name, value in state_dict.items() if name not in taken} | converted
-    names = [*(name for name in stock if name in state_dict), *(name for name in state_dict if name not in stock)]
+    places = {name: place for place, name in enumerate(stock)}
+    names = sorted(state_dict, key=lambda name: places.get(name.replace("_orig_mod.", ""), len(places)))
     return {name: state_dict[name] for name in names}
 
 
