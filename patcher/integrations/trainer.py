@@ -22,7 +22,7 @@ from patcher.loading.integration import Integration, register
 from patcher.loading.record import record_of
 from patcher.loading.saving import saved_state_dict
 from patcher.loading.state_dicts import carriers_in, stock_parameter_names, stock_view
-from patcher.patterns import compress, inside
+from patcher.patterns import compress, in_state_dict
 
 #: The file with the names of an optimizer's parameters, beside its state, which is stored by position only.
 PARAMETERS_FILE = "patcher_optimizer.json"
@@ -121,12 +121,13 @@ def _trained_in_stock(model: nn.Module, current: Mapping[str, str]) -> dict[str,
 def _trained(model: nn.Module) -> dict[str, str]:
     """Return the parameters that are trained, in their order, with the layouts of those that aren't stock's."""
     layouts = {
-        f"{inside(path)}{name}": str(layout)
-        for path, _, carried in carriers_in(model)
-        for layout in carried.all
+        f"{carrier.prefix}{name}": str(layout)
+        for carrier in carriers_in(model)
+        for layout in carrier.carried.all
         for name in layout.fused
     }
-    return {name: layouts.get(name, "") for name, value in model.named_parameters() if value.requires_grad}
+    names = [in_state_dict(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return {name: layouts.get(name, "") for name in names}
 
 
 register(Integration("trainer", seams_in(__name__)))
