@@ -66,6 +66,11 @@ def in_state_dict(name: str) -> str:
     return ".".join(segment for segment in name.split(".") if segment not in _WRAPPED)
 
 
+def unwrapped(name: str) -> str:
+    """Return the name of a module or parameter without those of wrappers, as `torch.distributed.checkpoint` does."""
+    return ".".join(segment for segment in in_state_dict(name).split(".") if segment != "_orig_mod")
+
+
 def inside(path: str) -> str:
     """Return the prefix of names inside of the module at a path; "" is the path of the model."""
     return f"{path}." if path else ""

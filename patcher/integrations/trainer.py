@@ -22,7 +22,7 @@ from patcher.loading.integration import Integration, register
 from patcher.loading.record import record_of
 from patcher.loading.saving import saved_state_dict
 from patcher.loading.state_dicts import carriers_in, stock_parameter_names, stock_view
-from patcher.patterns import compress, inside
+from patcher.patterns import compress, in_state_dict
 
 #: The file with the names of an optimizer's parameters, beside its state, which is stored by position only.
 PARAMETERS_FILE = "patcher_optimizer.json"
@@ -84,14 +84,22 @@ def load_optimizer(stock: Stock, self: Any, checkpoint: Any, *args: Any, **kwarg
     Raises:
         PatchedWeightsError: if the run had another patcher, or none.
     """
-    if checkpoint is not None and any(
-        path.name.startswith(("optimizer", "global_step")) for path in Path(checkpoint).iterdir()
-    ):
+    if checkpoint is not None:
         _check_parameters(self.model, Path(checkpoint))
     return stock(self, checkpoint, *args, **kwargs)
 
 
+@seam("transformers.trainer:Trainer._load_from_checkpoint", "resume_from_checkpoint")
+def load_weights(stock: Stock, self: Any, resume_from_checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+    """Check the parameters before weights of FSDP are read, of which torch would only name a missing key."""
+    if self.is_fsdp_enabled:
+        _check_parameters(self.model, Path(resume_from_checkpoint))
+    return stock(self, resume_from_checkpoint, *args, **kwargs)
+
+
 def _check_parameters(model: nn.Module, checkpoint: Path) -> None:
+    if not any(path.name.startswith(("optimizer", "global_step")) for path in checkpoint.iterdir()):
+        return
     current = _trained(model)
     file = checkpoint / PARAMETERS_FILE
     saved = json.loads(file.read_text("utf-8"))["parameters"] if file.exists() else _trained_in_stock(model, current)
@@ -100,12 +108,15 @@ def _check_parameters(model: nn.Module, checkpoint: Path) -> None:
     pairs = enumerate(zip_longest(saved.items(), current.items(), fillvalue=("nothing", "")), start=1)
     number, differing = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
     was, now = (f"{name} ({layout})" if layout else name for name, layout in differing)
+    restart = (
+        f' Or begin with a new optimizer: load the weights with from_pretrained("{checkpoint}", patcher=...), and '
+        "call train() without resume_from_checkpoint=."
+    )
     raise PatchedWeightsError(
         f"The state of the optimizer in {checkpoint} is stored by position, and belongs to other parameters: number "
         f"{number} is {was} there, and {now} here.\n"
-        "Load the model with the patcher of that run, without one if it had none. Or begin with a new "
-        f'optimizer: load the weights with from_pretrained("{checkpoint}", patcher=...), and call train() without '
-        "resume_from_checkpoint=."
+        "Load the model with the patcher of that run, without one if it had none."
+        f"{restart if any(checkpoint.glob('*.safetensors')) else ''}"
     )
 
 
@@ -121,12 +132,13 @@ def _trained_in_stock(model: nn.Module, current: Mapping[str, str]) -> dict[str,
 def _trained(model: nn.Module) -> dict[str, str]:
     """Return the parameters that are trained, in their order, with the layouts of those that aren't stock's."""
     layouts = {
-        f"{inside(path)}{name}": str(layout)
-        for path, _, carried in carriers_in(model)
-        for layout in carried.all
+        f"{carrier.prefix}{name}": str(layout)
+        for carrier in carriers_in(model)
+        for layout in carrier.carried.all
         for name in layout.fused
     }
-    return {name: layouts.get(name, "") for name, value in model.named_parameters() if value.requires_grad}
+    names = [in_state_dict(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return {name: layouts.get(name, "") for name in names}
 
 
 register(Integration("trainer", seams_in(__name__)))

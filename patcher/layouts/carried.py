@@ -187,7 +187,7 @@ def _separate(layout: Layout, prefix: str, tensors: Mapping[str, torch.Tensor]) 
             raise _not_saved(f"{prefix}{name}", f"{layout} gives {tuple(parts[name].shape)}, and it was {expected}")
     if isinstance(layout, Converted):
         return parts
-    return {name: by_itself(part.contiguous()) for name, part in parts.items()}
+    return {name: by_itself(part) for name, part in parts.items()}
 
 
 def _unpickled(values: dict[str, Any]) -> ModuleLayouts:

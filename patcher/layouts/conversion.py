@@ -135,7 +135,7 @@ class Converted(Layout):
         # Stock saves pieces of one tensor into one shard, if its own operations split it.
         if all(getattr(operation, "reverses_as_stock", False) for operation in self.operations):
             return parts
-        return [by_itself(part.contiguous()) for part in parts]
+        return [by_itself(part) for part in parts]
 
     def fused_shapes(self) -> list[torch.Size]:
         return list(self.shapes)

@@ -199,7 +199,12 @@ def is_alone(tensor: torch.Tensor) -> bool:
 
 
 def by_itself(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with a separate storage in the same memory: what shares a storage is saved in one shard."""
+    """Return a tensor, contiguous, with a separate storage, in the same memory if that is possible.
+
+    Of what shares a storage tools save one tensor, for tied; of what isn't contiguous torch's fused optimizers train
+    other rows on CPUs.
+    """
+    tensor = tensor.contiguous()
     if is_alone(tensor):
         return tensor
     try:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
-from patcher.layouts.layouts import Cut, Layout, Rows, by_itself
+from patcher.layouts.layouts import Layout, Rows, by_itself
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
@@ -139,24 +139,18 @@ class Computation:
 
 def in_blocks(layout: Rows, source: Any) -> Any:
     """Return a source of joined rows, which lie part by part, rearranged in the blocks of a layout."""
-    return JoinedRows(_split_rows(source, layout.sizes), layout.blocks)
-
-
-def _split_rows(source: Any, sizes: Sequence[int]) -> list[Any]:
-    starts = itertools.accumulate(sizes, initial=0)
-    return [RowSlice(source, start, rows) for start, rows in zip(starts, sizes, strict=False)]
+    starts = itertools.accumulate(layout.sizes, initial=0)
+    parts = [RowSlice(source, start, rows) for start, rows in zip(starts, layout.sizes, strict=False)]
+    return JoinedRows(parts, layout.blocks)
 
 
 def fused_sources(layout: Layout, sources: Sequence[Any]) -> list[Any]:
     """Return the sources of the fused parameters of a layout, given those of the stock parameters."""
     if type(layout) is Rows:
         return [sources[0] if len(sources) == 1 else JoinedRows(sources, layout.blocks)]
-    if type(layout) is Cut and layout.blocks == 1 and not layout.transposed:
-        return _split_rows(sources[0], layout.sizes)
 
     @torch.no_grad()
     def fuse(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        # Tools that save would take tensors of one storage for tied.
         return {index: by_itself(tensor) for index, tensor in enumerate(layout.fuse(list(tensors.values())))}
 
     group = Computation(fuse, dict(enumerate(sources)))

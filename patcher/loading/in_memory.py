@@ -149,7 +149,7 @@ def _restore(module: nn.Module, carried: ModuleLayouts) -> nn.Module:
             new.__dict__.pop(name, None)  # an attribute with its values
             if owner and has_values:
                 mark_initialized(layer)
-            layer._parameters[last] = nn.Parameter(by_itself(part.contiguous()), requires_grad)
+            layer._parameters[last] = nn.Parameter(by_itself(part), requires_grad)
     if new is module:
         _remove_fused(module, carried, owners)
         module.__class__ = carried.original or type(module)
@@ -247,7 +247,7 @@ class Weights:
         value = self.converted[name]
         if (same := self._by_memory.get(_memory(value))) is not None:  # it was only renamed
             return same
-        value = by_itself(value.detach().contiguous())
+        value = by_itself(value.detach())
         return nn.Parameter(value, self._requires_grad(name, old)) if is_parameter else value
 
     def _requires_grad(self, name: str, old: nn.Module) -> bool:

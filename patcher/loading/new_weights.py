@@ -25,7 +25,7 @@ from torch import distributed, nn
 from transformers import PreTrainedModel
 
 from patcher.compat.conversions import stock_revert
-from patcher.compat.models import named_parameters, state_tensors, state_to_save
+from patcher.compat.models import named_parameters, state_to_save
 from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, REGISTRY
 from patcher.errors import InvalidPatcherError, PatchedWeightsError, warn
 from patcher.expressions import search
@@ -75,7 +75,7 @@ def save_new_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             f"{type(model).__name__} has no weights that a patcher declares as new, so there is nothing to save. "
             "Declare them: Patcher(..., new_weights=[...])."
         )
-    patcher, state = _patcher_of(model), state_tensors(model)
+    patcher, state = _patcher_of(model), state_to_save(model)
     data = patcher.to_dict()
     tensors = {
         name: full_tensor(load_if_offloaded(model, name, state[name])).detach().cpu().contiguous() for name in names
@@ -129,7 +129,7 @@ def load_new_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             f"The weights in {folder} are those of a patcher with other {', '.join(sorted(differing))} than that of "
             f"the model. Load the model with patcher=Patcher.load({os.fspath(folder)!r}, allowed=[...])."
         )
-    state = state_tensors(model)
+    state = state_to_save(model)
     expected = {name: state[name] for name in new_weights(model).values()}
     problems = [f"missing: {name}" for name in compress(sorted(expected.keys() - tensors.keys()))]
     problems += [f"left over: {name}" for name in compress(sorted(tensors.keys() - expected.keys()))]

@@ -46,7 +46,7 @@ from patcher.loading.experts import quantized_experts
 from patcher.loading.record import PatchRecord, patched_models, record_of
 from patcher.loading.router import Router, stock_parameters, stock_state
 from patcher.loading.routes import Route
-from patcher.patterns import compress, in_state_dict, inside, is_number, without_numbers
+from patcher.patterns import compress, in_state_dict, inside, is_number, unwrapped, without_numbers
 from patcher.resolution.resolution import resolve_in_force, skeleton
 from patcher.spec.patcher import Patcher
 
@@ -362,7 +362,8 @@ def _as_in_transformers(
         # Tensors of a checkpoint that a patcher's conversion takes may have a stock conversion as well.
         converted, taken, _ = converted_to_parameters(model, others, stock)
         state_dict = {name: value for name, value in state_dict.items() if name not in taken} | converted
-    names = [*(name for name in stock if name in state_dict), *(name for name in state_dict if name not in stock)]
+    places = {name: place for place, name in enumerate(stock)}
+    names = sorted(state_dict, key=lambda name: places.get(unwrapped(name), len(places)))
     return {name: state_dict[name] for name in names}
 
 

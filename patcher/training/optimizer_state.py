@@ -22,13 +22,11 @@ from patcher.layouts.conversion import Converted, only_moves
 from patcher.layouts.layouts import Cut, Flatten, Layout, Rows, by_itself
 from patcher.layouts.sharded import check_not_flat, distribute_like, full_tensor, reshard_modules
 from patcher.loading.state_dicts import carriers_in, stock_parameter_names
-from patcher.patterns import compress
+from patcher.patterns import compress, unwrapped
 
 #: Optimizers that update a value from its own gradient and state, and from scalars of the whole parameter.
 _NAMES = "Adadelta Adagrad Adam Adamax AdamW ASGD NAdam RAdam RMSprop Rprop SGD".split()
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = tuple(getattr(optim, name) for name in _NAMES)
-#: Names of wrapped modules, which `torch.distributed.checkpoint` removes too.
-_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 _SAME = "With the same patcher as before use optimizer.state_dict() and optimizer.load_state_dict(state)"
 _ADVICE = (
     "Parts of one parameter are trained together: put them into one group, or load the model without the fusion or "
@@ -186,7 +184,7 @@ class _Run:
         names: dict[int, str] = {}
         self.canonical = {
             name: names.setdefault(id(parameter), name)
-            for name, parameter in ((_unwrapped(path), parameter) for path, parameter in named_parameters(model))
+            for name, parameter in ((unwrapped(path), parameter) for path, parameter in named_parameters(model))
         }
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if foreign := [tuple(parameter.shape) for parameter in parameters if id(parameter) not in names]:
@@ -195,7 +193,7 @@ class _Run:
                 f"of them {foreign[0]}. Make the optimizer of model.parameters(), after whatever changes the model."
             )
         self.groups = [{names[id(param)]: param for param in group["params"]} for group in optimizer.param_groups]
-        layouts = [layout.named(_unwrapped) for carrier in carriers_in(model) for layout in carrier.all]
+        layouts = [layout.named(unwrapped) for carrier in carriers_in(model) for layout in carrier.all]
         trained = {name for group in self.groups for name in group}
         self.layouts = [layout for layout in layouts if not trained.isdisjoint(layout.fused)]
         for layout in self.layouts:
@@ -214,11 +212,7 @@ class _Run:
 
     def stock_names(self) -> list[str]:
         """Return the parameter names of the stock model in order."""
-        return [*map(_unwrapped, stock_parameter_names(self.model))]
-
-
-def _unwrapped(name: str) -> str:
-    return ".".join(segment for segment in name.split(".") if segment not in _WRAPPED)
+        return [*map(unwrapped, stock_parameter_names(self.model))]
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,7 +248,7 @@ def _convert(records: dict[str, Record], layouts: Iterable[Layout], owner: str, 
                         raise PatchedWeightsError(
                             f"{key} of {name} is {actual} in {owner}, and the parameter is {expected}."
                         )
-                values = [by_itself(tensor.contiguous()) for tensor in convert(tensors)]
+                values = [by_itself(tensor) for tensor in convert(tensors)]
             else:
                 values = [copy.deepcopy(value) for _ in targets]  # a step is counted in place
             for state, converted in zip(states, values, strict=True):

@@ -12,6 +12,7 @@ from patcher.layouts.conversion import Converted, ReversibleConcatenate
 from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
 from patcher.layouts.sharded import check_not_flat
 from patcher.loading.state_dicts import carriers_in
+from patcher.patterns import in_state_dict
 
 
 @dataclass(frozen=True)
@@ -62,14 +63,14 @@ def fused_parameters(model: nn.Module) -> dict[str, tuple[Part, ...]]:
             `FullyShardedDataParallel`.
     """
     check_not_flat(model)
-    names = [name for name, _ in model.named_parameters()]
+    names = {in_state_dict(name): name for name, _ in model.named_parameters()}
     parts = {
         layout.fused[0]: _parts(layout)
         for carrier in carriers_in(model)
         for layout in carrier.all
-        if not (len(layout.stock) == 1 < len(layout.fused) or {*names}.isdisjoint(layout.fused))
+        if not (len(layout.stock) == 1 < len(layout.fused) or names.keys().isdisjoint(layout.fused))
     }
-    return {name: parts[name] for name in names if name in parts}
+    return {name: parts[key] for key, name in names.items() if key in parts}
 
 
 def _parts(layout: Layout) -> tuple[Part, ...]:

@@ -20,10 +20,11 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
+from torch.distributed import barrier
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from patcher import Patcher, original_optimizer_state_dict, original_state_dict
+from patcher import PatchedWeightsError, Patcher, original_optimizer_state_dict, original_state_dict
 from tests.compatibility.outcomes import compared
 from tests.support.processes import two_processes
 from tests.support.sampling import sampled
@@ -142,6 +143,13 @@ def _with_trainer(folder: Path, rank: int) -> None:
         whole.save_model(str(folder / f"{name} saved"))
         runs[name] = [losses(whole), all_whole(weights(whole)), original_state_dict(whole.model)]  # type: ignore[arg-type]
     compared(runs["ours"], runs["stock"], rounding=ROUNDING)
+    for name, patched in {"ours": False, "stock": True}.items():  # torch would name one missing key
+        with pytest.raises(PatchedWeightsError, match=r"(?s)number 2 is \S+self_attn\.\w+\.weight.*Or begin"):
+            trained(_load(folder, "llama", patched), folder / "switched", folder / name / MIDDLE)
+        barrier()
+        (folder / name / MIDDLE / "model.safetensors").unlink(missing_ok=True)  # as where weights are in FSDP's shards
+        with pytest.raises(PatchedWeightsError, match=r"without one if it had none\.$"):
+            trained(_load(folder, "llama", patched), folder / "switched", folder / name / MIDDLE)
 
 
 def test_a_trainer_is_that_of_stock_and_is_resumed(tmp_path: Path) -> None:

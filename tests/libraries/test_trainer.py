@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import (
     AutoModelForCausalLM,
     PretrainedConfig,
@@ -336,6 +337,20 @@ def test_the_optimizer_of_a_stock_run_fits_where_parameters_stay_as_they_are(
     assert_same_run(trained(case.load(), tmp_path / "on", tmp_path / "stock" / MIDDLE), stock)
     trained(case.load(), tmp_path / "patched")
     assert_same_run(trained(case.stock(), tmp_path / "off", tmp_path / "patched" / MIDDLE), stock)
+
+
+def test_activation_checkpointing_may_be_switched_between_runs(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """As on stock: its wrappers are in the names of parameters, and not in those of state dicts."""
+
+    def wrapped(model: Any) -> Any:
+        model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
+        return model
+
+    fused, own = (Case(checkpoints["Llama"], patcher, tmp_path) for patcher in (FUSED, OWN))
+    whole = trained(wrapped(fused.load()), tmp_path / "fused")
+    assert_same_run(trained(fused.load(), tmp_path / "off", tmp_path / "fused" / MIDDLE), whole)
+    stock = trained(own.stock(), tmp_path / "stock")
+    assert_same_run(trained(wrapped(own.load()), tmp_path / "own", tmp_path / "stock" / MIDDLE), stock)
 
 
 def test_what_was_noted_of_another_run_is_gone_with_its_checkpoint(

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModel, AutoModelForCausalLM, EncoderDecoderModel, LlamaForCausalLM
 from transformers.models.bert.modeling_bert import BertSelfOutput
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -262,7 +263,14 @@ def test_those_of_a_model_without_a_checkpoint_need_no_declaration(tmp_path: Pat
         save_new_weights(made, tmp_path)
 
 
-@pytest.mark.parametrize("wrap", [nn.DataParallel, nn.Sequential, partial(torch.compile, backend="eager")])
+def with_checkpointed_layers(model: Any) -> Any:
+    model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
+    return model
+
+
+@pytest.mark.parametrize(
+    "wrap", [nn.DataParallel, nn.Sequential, partial(torch.compile, backend="eager"), with_checkpointed_layers]
+)
 def test_a_module_around_the_model_has_them_too(llama: Path, tmp_path: Path, wrap: Any) -> None:
     first, second = trained(llama, BOTH, seed=1), trained(llama, BOTH, seed=2)
     save_new_weights(wrap(first), tmp_path)

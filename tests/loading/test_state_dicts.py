@@ -316,6 +316,14 @@ def test_a_compiled_model_and_a_module_around_take_either_layout() -> None:
         assert list(original_state_dict(wrapped)) == [f"{prefix}{key}" for key in stock.state_dict()]
 
 
+def test_compiled_layers_are_in_the_order_of_stock() -> None:
+    row = BY_NAME["qkv"]
+    model, stock = row.patched(), row.stock()
+    for one in (model, stock):
+        one.model.layers[0] = torch.compile(one.model.layers[0])
+    assert list(original_state_dict(model)) == list(stock.state_dict())
+
+
 def test_parameters_that_a_filter_leaves_as_the_checkpoint_has_them(tmp_path: Path) -> None:
     folder = save_tiny(tiny_qwen2_moe_config(), tmp_path)
     model, stock = (AutoModelForCausalLM.from_pretrained(folder, patcher=each) for each in (LINEAR_EXPERTS, None))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.core_model_loading import Concatenate, Transpose, WeightConverter, WeightRenaming
 
@@ -136,6 +137,9 @@ def test_a_model_without_a_checkpoint_and_wrappers() -> None:
     assert list(check(around)) == [f"0.{name}"]
     assert fused_parameters(around)[f"0.{name}"][0].name == "0.model.layers.0.self_attn.q_proj.weight"
     assert list(check(model.model.layers[0])) == ["self_attn.qkv_proj.weight"]
+
+    model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
+    assert list(check(model)) == ["model.layers.0._checkpoint_wrapped_module.self_attn.qkv_proj.weight"]
 
 
 def test_a_module_at_two_paths_is_listed_once(tmp_path: Path) -> None:

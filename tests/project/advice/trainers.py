@@ -9,8 +9,9 @@ from tests.support.trainer import MIDDLE, losses, trained
 
 
 @advice(
-    "Load the model with the patcher of that run, without one if it had none. Or begin with a new optimizer: load the "
-    'weights with from_pretrained("{}", patcher=...), and call train() without resume_from_checkpoint=.',
+    "Load the model with the patcher of that run, without one if it had none.",
+    ' Or begin with a new optimizer: load the weights with from_pretrained("{}", patcher=...), and call train() '
+    "without resume_from_checkpoint=.",
     error=PatchedWeightsError,
 )
 def an_optimizer_of_other_parameters(at: Place) -> Steps:
