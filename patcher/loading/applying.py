@@ -51,7 +51,7 @@ from patcher.loading.in_memory import Weights, copy_hooks, move_attributes, tran
 from patcher.loading.initial_values import InitialValues, skip_complete
 from patcher.loading.load import Constructed, Loaded, Request, check_supported, construct, select, summarize
 from patcher.loading.reading import check_weights, stock_routing
-from patcher.loading.record import RECORD, PatchRecord, record_of, store_record
+from patcher.loading.record import RECORD, PatchRecord, patched_models, patched_now, record_of, store_record
 from patcher.loading.router import Router
 from patcher.loading.saving import saved_state_dict
 from patcher.loading.state_dicts import carriers_in, carry_routes, original_state_dict
@@ -87,10 +87,13 @@ def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
 def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
     """Restore the stock classes, layers and functions of a model, in place."""
     record = record_of(model)
+    for path, part, _ in list(patched_models(model)) if record is None else ():  # each by a patcher of its own
+        parent, _, name = path.rpartition(".")
+        model.get_submodule(parent)._modules[name] = _as_stock(part)
     replaced = [(item.original, item.replacement) for item in record.modules] if record is not None else []
     # First: rebound classes were fused.
     unfuse(model, lambda path, carried: True, "Patcher().apply()", [replacement for _, replacement in replaced])
-    record = record_of(model)
+    record = patched_now(model)
     restore_functions(model)
     origins = {name: layout.fused for carrier in carriers_in(model) for layout in carrier.all for name in layout.stock}
     if origins or any(ORIGINAL in vars(module) for _, module in named_modules(model)):

@@ -20,11 +20,14 @@ from transformers import (
     AutoModelForImageTextToText,
     BartConfig,
     BartForConditionalGeneration,
+    BertModel,
+    EncoderDecoderModel,
     PretrainedConfig,
     ViTConfig,
     ViTModel,
 )
 from transformers.core_model_loading import Chunk, Transpose, WeightConverter, WeightRenaming
+from transformers.models.bert.modeling_bert import BertIntermediate, BertOutput
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
@@ -564,6 +567,82 @@ def test_one_patcher_after_the_other() -> None:
             LlamaForCausalLM(tiny_llama_config())  # which the block is for
         assert torch.allclose(logits(model), expected, atol=1e-5)
     assert described(Patcher().apply(model)) == before
+
+
+class ScaledMLP(LlamaMLP):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * super().forward(x) + self.steps
+
+
+def test_new_weights_that_were_trained_stay_where_the_patcher_declares_them_again() -> None:
+    scaled = Patcher({"LlamaMLP": ScaledMLP}, new_weights=[r"\.scale$", r"\.steps$"])
+    patched = scaled.apply(build_tiny(tiny_llama_config()))
+    for number, layer in enumerate(patched.model.layers):
+        layer.mlp.scale.data.fill_(2.0 + number)
+        layer.mlp.steps.fill_(0.5)
+    patched.model.layers[0].mlp.scale.requires_grad_(False)
+    for patcher in (scaled, scaled | Patcher(fusions="qkv")):
+        again = patcher.apply(patched)
+        assert torch.allclose(logits(again), logits(patched), atol=1e-5)
+        assert [layer.mlp.scale.requires_grad for layer in again.model.layers] == [False, True]
+        assert again.model.layers[0].mlp.steps is not patched.model.layers[0].mlp.steps
+    assert {float(layer.mlp.scale) for layer in scaled.apply(Patcher().apply(patched)).model.layers} == {1.0}
+
+
+def removed(model: Any) -> None:
+    del model.model.layers[0]
+
+
+def exchanged(model: Any) -> None:
+    model.model.layers[0] = build_tiny(tiny_llama_config()).model.layers[0]
+
+
+@pytest.mark.parametrize("change", [removed, exchanged])
+@pytest.mark.parametrize("patcher", [BOTH, MLPS, MLPS | Patcher(fusions="qkv")], ids=["fused", "replaced", "either"])
+def test_the_way_back_of_a_model_of_which_layers_were_removed_or_exchanged(
+    patcher: Patcher, change: Callable[[Any], None]
+) -> None:
+    patched = patcher.apply(build_tiny(tiny_llama_config()))
+    change(patched)
+    back = Patcher().apply(patched)
+    assert {type(layer.mlp) for layer in back.model.layers} == {LlamaMLP}
+    assert {type(layer.self_attn) for layer in back.model.layers} == {LlamaAttention}
+    assert torch.equal(logits(back), logits(Patcher().apply(patched)))
+    assert torch.allclose(logits(back), logits(patched), atol=1e-5)
+
+
+def test_parts_that_were_patched_one_by_one_come_back(tmp_path: Path) -> None:
+    config = tiny_bert_config()
+    folder = str(checkpoint(config, model_class=BertModel))
+    stock, inputs = EncoderDecoderModel.from_encoder_decoder_pretrained(folder, folder), tiny_inputs(config)
+    inputs = {"input_ids": inputs["input_ids"], "decoder_input_ids": inputs["input_ids"]}
+    stock.save_pretrained(tmp_path / "stock")
+    model = EncoderDecoderModel.from_pretrained(tmp_path / "stock")
+    model.encoder = Patcher({"BertOutput": OwnBertOutput}).apply(model.encoder)
+    model.decoder = Patcher({"BertIntermediate": OwnBertIntermediate}, fusions="qkv").apply(model.decoder)
+    assert len(report(model).replaced) == 4
+    for patcher in (Patcher({"BertOutput": OwnBertOutput}), Patcher()):
+        other = patcher.apply(model)
+        assert len(report(other).replaced) == 4 * bool(patcher.class_mapping)
+        assert torch.allclose(logits(other, inputs), logits(model, inputs), atol=1e-5)
+    assert {type(module) for module in other.modules()} == {type(module) for module in stock.modules()}
+    other.save_pretrained(tmp_path / "back")
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (
+        tmp_path / "stock" / "model.safetensors"
+    ).read_bytes()
+
+
+class OwnBertOutput(BertOutput):
+    pass
+
+
+class OwnBertIntermediate(BertIntermediate):
+    pass
 
 
 # --- what can't be copied --------------------------------------------------------------------------------------------
