@@ -55,7 +55,7 @@ from patcher.loading.record import RECORD, PatchRecord, patched_models, patched_
 from patcher.loading.router import Router
 from patcher.loading.saving import saved_state_dict
 from patcher.loading.state_dicts import carriers_in, carry_routes, original_state_dict
-from patcher.patterns import compress, inside
+from patcher.patterns import compress, inside, search
 from patcher.resolution.resolution import fuse_constructed_modules, replace_functions, resolve_constructed
 from patcher.spec.fingerprints import check_built, check_pins
 from patcher.spec.patcher import Patcher
@@ -81,7 +81,17 @@ def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
     """See `Patcher.apply`."""
     check_can_be_copied(model)
     check_pins(patcher, stock_class(model))
-    return unpatched(lambda: _patched(patcher, _as_stock(shared_copy(model))))
+
+    def patched() -> PreTrainedModel:
+        copied = shared_copy(model)
+        new = {
+            name: value
+            for name, value in (state_tensors(copied).items() if patcher.new_weights else ())
+            if any(search(text, name) for text in patcher.new_weights)
+        }
+        return _patched(patcher, _as_stock(copied), new)
+
+    return unpatched(patched)
 
 
 def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
@@ -133,14 +143,18 @@ def _others(conversions: Iterable[Any], known: Iterable[Any]) -> list[Any]:
     return [conversion for conversion in conversions if identity(conversion, written=False) not in identities]
 
 
-def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
-    """Patch a stock model, in place."""
+def _patched(patcher: Patcher, model: PreTrainedModel, new_weights: Mapping[str, torch.Tensor]) -> PreTrainedModel:
+    """Patch a stock model, in place.
+
+    Args:
+        new_weights: the values of new weights that the model had with the patcher before.
+    """
     entry = InForce(patcher, "patcher=")
     check_built(patcher, set(map(type, model.modules())), all_there=True)
     construction = Construction(ClassRules((entry,)), by_hand=True)
     recorded: dict[str, Any] = {"read": has_used_conversions(model)}
     if patcher.class_mapping or patcher.module_mapping or patcher.dropped_weights or converts(patcher):
-        model, record = _replaced(patcher, model)
+        model, record = _replaced(patcher, model, new_weights)
         recorded = {name: getattr(record, name) for name in _OF_LOAD}
         # Mappings without effect have been reported.
         used = ((entry, field, key) for field in MODULE_MAPPINGS for key in getattr(patcher, field))
@@ -166,7 +180,9 @@ def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _replaced(patcher: Patcher, model: PreTrainedModel) -> tuple[PreTrainedModel, PatchRecord]:
+def _replaced(
+    patcher: Patcher, model: PreTrainedModel, new_weights: Mapping[str, torch.Tensor]
+) -> tuple[PreTrainedModel, PatchRecord]:
     """Put the replacements of a patcher into a stock model, in the steps of a load, and return it with the record."""
     entry = InForce(patcher.replace(fusions=(), function_mapping={}, transformers="", fingerprints={}), "patcher=")
     check_supported((entry,), None, {})
@@ -189,7 +205,8 @@ def _replaced(patcher: Patcher, model: PreTrainedModel) -> tuple[PreTrainedModel
     InitialValues(loaded).restore(LoadStateDictConfig(device_map={"": model.device}, dtype=model.dtype))
     record = loaded.record
     origins = {name: item.stock for item in record.routes for name in item.parameters}
-    model = transplant(model, loaded.model, Weights(model, _convert(loaded, checkpoint, model), origins))
+    weights = Weights(model, _convert(loaded, checkpoint, model), origins, new_weights)
+    model = transplant(model, loaded.model, weights)
     carry_routes(model, record.routes, record.paths_of_replacements)
     set_used_conversions(model, mapping, [*of_key_mapping, *routing.used])
     return model, record

@@ -205,7 +205,7 @@ def _layer(module: nn.Module, owner: str, part: torch.Tensor, hooks: list[Any]) 
 _COMMON = {*vars(nn.Module()), "_is_hf_initialized", "_no_split_modules"}
 _MISSING: Any = object()
 #: The advice for a module that isn't as its config says.
-_PATCH_FIRST = "Apply the patcher first, and change the result."
+_PATCH_FIRST = "Undo that, apply the patcher, and change the result."
 
 
 class Weights:
@@ -215,12 +215,17 @@ class Weights:
         model: the model whose tensors they take.
         converted: the values of those that aren't tensors of the same name in the model.
         origins: the names of these, and of the parameters from which they are converted, if known.
+        new: tensors that aren't in the model, for new weights of these names.
     """
 
     def __init__(
-        self, model: nn.Module, converted: Mapping[str, torch.Tensor], origins: Mapping[str, Iterable[str]]
+        self,
+        model: nn.Module,
+        converted: Mapping[str, torch.Tensor],
+        origins: Mapping[str, Iterable[str]],
+        new: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        self.state, self.converted, self.origins = state_tensors(model), converted, origins
+        self.state, self.converted, self.origins = {**(new or {}), **state_tensors(model)}, converted, origins
         self._by_memory = {_memory(tensor): tensor for tensor in self.state.values()}
 
     def assign(self, path: str, module: nn.Module, old: nn.Module) -> None:

@@ -458,9 +458,9 @@ def test_a_replaced_model_has_it_and_so_has_the_model_after_the_way_back(name: s
         (hook_on_a_part, r"up_proj has hooks \(_forward_hooks\)"),
         (pre_hook, r"mlp has hooks \(_forward_pre_hooks\)"),
         (backward_hook, r"mlp has hooks \(_backward_hooks\)"),
-        (method, r"mlp\.forward was changed since the model was constructed, .* Apply the patcher first, and change"),
+        (method, r"mlp\.forward was changed since the model was constructed, .* Undo that, apply the patcher, and change"),
         (method_of_a_part, r"up_proj\.forward was changed"),
-        (other_class, r"mlp is a DoubledMLP \(its config says LlamaMLP\), .* Apply the patcher first"),
+        (other_class, r"mlp is a DoubledMLP \(its config says LlamaMLP\), .* Undo that, apply the patcher"),
         (other_layer, r"up_proj is a Sequential \(its config says Linear\)"),
         (parametrization, r"down_proj is a ParametrizedLinear \(its config says Linear\)"),
         (dtypes, "can't convert weights of several dtypes|has hooks"),
@@ -591,7 +591,7 @@ def test_new_weights_that_were_trained_stay_where_the_patcher_declares_them_agai
         assert torch.allclose(logits(again), logits(patched), atol=1e-5)
         assert [layer.mlp.scale.requires_grad for layer in again.model.layers] == [False, True]
         assert again.model.layers[0].mlp.steps is not patched.model.layers[0].mlp.steps
-    assert {float(layer.mlp.scale) for layer in scaled.apply(Patcher().apply(patched)).model.layers} == {1.0}
+    assert {layer.mlp.scale.item() for layer in scaled.apply(Patcher().apply(patched)).model.layers} == {1.0}
 
 
 def removed(model: Any) -> None:
