@@ -16,7 +16,7 @@ from patcher.errors import InvalidPatcherError
 from patcher.inspection.parts import Patched, added_conversions, fields_of_record, routes_of_fusions
 from patcher.inspection.unseen import ORDER
 from patcher.layouts.transforms import describe
-from patcher.loading.record import joined_record, record_of
+from patcher.loading.record import patched_now
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Report(Patched):
         yield Table("Not seen by a load", ("what", "seen by"), [order] if self.unchecked else [])
 
     def _headline(self) -> str:
-        if not self.patchers:
+        if self.tree is None:
             return f"{self.model}: not patched"
         text = f"{self.model}: {self._counted('replaced')}"
         seconds = dict(self.seconds)
@@ -61,7 +61,7 @@ class Report(Patched):
         return text
 
 
-def report(model: PreTrainedModel) -> Report:
+def report(model: nn.Module) -> Report:
     """Return what was patched in a model.
 
     >>> import patcher
@@ -83,17 +83,19 @@ def report(model: PreTrainedModel) -> Report:
     The report of a stock model says so.
 
     Args:
-        model: a model in memory, loaded, built from a config or by hand, or a wrapper of one, such as a `PeftModel`.
+        model: a model in memory, loaded, built from a config or by hand, or a wrapper of some, such as a `PeftModel`.
 
     Raises:
         InvalidPatcherError: if it isn't a module.
     """
     if not isinstance(model, nn.Module):
         raise InvalidPatcherError(f"report takes a model, found {model!r}; write report(model).")
-    if record_of(model) is None:
+    if not isinstance(model, PreTrainedModel):
         # in wrappers, such as those of torch.compile, PEFT and DistributedDataParallel
-        model = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
-    if (record := joined_record(model)) is None:
+        models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+        if models and {*models} <= {*models[0].modules()}:
+            model = models[0]
+    if (record := patched_now(model)) is None:
         return Report(type(model).__name__)
     parameters = Counter[str]()
     for route in record.routes:

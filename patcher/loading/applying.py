@@ -43,6 +43,7 @@ from patcher.construction.gates import in_force
 from patcher.construction.in_force import Block, InForce, Outcome, entered, unpatched
 from patcher.construction.lock import construction_lock
 from patcher.errors import InvalidPatcherError
+from patcher.expressions import search
 from patcher.functions.models import restore_functions
 from patcher.layouts.carried import carry
 from patcher.layouts.transforms import converts, identity
@@ -55,7 +56,7 @@ from patcher.loading.record import RECORD, PatchRecord, patched_models, patched_
 from patcher.loading.router import Router
 from patcher.loading.saving import saved_state_dict
 from patcher.loading.state_dicts import carriers_in, carry_routes, original_state_dict
-from patcher.patterns import compress, inside, search
+from patcher.patterns import compress, inside
 from patcher.resolution.resolution import fuse_constructed_modules, replace_functions, resolve_constructed
 from patcher.spec.fingerprints import check_built, check_pins
 from patcher.spec.patcher import Patcher

@@ -281,6 +281,39 @@ def test_a_sub_model_reports_on_itself(llama: Path) -> None:
     assert [path for path, _, _ in report(model.model).replaced] == [f"layers.{index}.mlp" for index in range(2)]
 
 
+def test_a_wrapper_of_several_models_reports_on_all_of_them(llama: Path) -> None:
+    load = LlamaForCausalLM.from_pretrained
+    stock, own = load(llama), load(llama, patcher=OWN)
+    said = report(nn.ModuleDict({"stock": stock, "own": own, "other": load(llama, patcher=JOINED)}))
+    assert said.model == "ModuleDict"
+    paths = [f"{name}.model.layers.{index}.mlp" for name in ("other", "own") for index in range(2)]
+    assert [path for path, *_ in said.replaced] == paths
+    assert len(said.patchers) == 2
+    assert [path for path, *_ in report(nn.Sequential(stock, own)).replaced] == [
+        f"1.model.layers.{index}.mlp" for index in range(2)
+    ]
+    assert str(report(nn.Sequential(stock, load(llama)))) == "Sequential: not patched"
+
+
+@pytest.mark.parametrize("patcher", [JOINED, Patcher(fusions="gate_up")], ids=["replaced", "fused"])
+def test_modules_that_were_moved_are_reported_where_they_are(patcher: Patcher, llama: Path) -> None:
+    patched, stock = (LlamaForCausalLM.from_pretrained(llama, patcher=each) for each in (patcher, None))
+
+    def paths(model: nn.Module) -> list[str]:
+        said = report(model)
+        return [path for path, *_ in (*said.replaced, *said.fused)]
+
+    assert paths(patched.model.layers[0]) == ["mlp"]
+    stock.model.layers[0], patched.model.layers[0] = patched.model.layers[0], stock.model.layers[0]
+    assert (paths(stock), paths(patched)) == (["model.layers.0.mlp"], ["model.layers.1.mlp"])
+    assert str(report(stock)).startswith("LlamaForCausalLM: 1 module replaced\n")
+    del patched.model.layers[1]
+    said = report(patched)
+    assert str(said).startswith("LlamaForCausalLM: 0 modules replaced")
+    assert said.tree is not None
+    assert not [node for node in said.tree.walk() if node.weights or node.becomes]
+
+
 @pytest.mark.parametrize("value", [None, "gpt2", OWN, LlamaForCausalLM])
 def test_only_models_have_a_report(value: Any) -> None:
     with pytest.raises(InvalidPatcherError, match="report takes a model, found"):

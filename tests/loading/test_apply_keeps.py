@@ -458,7 +458,10 @@ def test_a_replaced_model_has_it_and_so_has_the_model_after_the_way_back(name: s
         (hook_on_a_part, r"up_proj has hooks \(_forward_hooks\)"),
         (pre_hook, r"mlp has hooks \(_forward_pre_hooks\)"),
         (backward_hook, r"mlp has hooks \(_backward_hooks\)"),
-        (method, r"mlp\.forward was changed since the model was constructed, .* Undo that, apply the patcher, and change"),
+        (
+            method,
+            r"mlp\.forward was changed since the model was constructed, .* Undo that, apply the patcher",
+        ),
         (method_of_a_part, r"up_proj\.forward was changed"),
         (other_class, r"mlp is a DoubledMLP \(its config says LlamaMLP\), .* Undo that, apply the patcher"),
         (other_layer, r"up_proj is a Sequential \(its config says Linear\)"),
