@@ -178,12 +178,13 @@ class Construction:
         except Exception as error:
             if any(error is wanting for wanting in inner.wanting):
                 raise without_value(replacement, f"something ({type(error).__name__}: {error})") from error
+            advice = ": take them all, or accept **kwargs" if isinstance(error, TypeError) else ""
             arguments = [*map(_short_repr, args), *(f"{key}={_short_repr(value)}" for key, value in kwargs.items())]
             raise PatchConstructionError(
                 f"{replacement.__qualname__} could not be built in place of {original.__qualname__}"
                 f"{_where(error.__traceback__)}: {type(error).__name__}: {error}\n"
                 f"It was called as {replacement.__qualname__}({', '.join(arguments)}). A replacement is constructed "
-                f"with the arguments of {original.__qualname__}.__init__: take them all, or accept **kwargs."
+                f"with the arguments of {original.__qualname__}.__init__{advice}."
             ) from error
         finally:
             self._building.pop()
