@@ -51,6 +51,9 @@ class Displayable:
 
         return terminal.text(self)
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # IPython in a terminal, notebooks as text
+        printer.text(str(self))
+
     def _repr_html_(self) -> str:
         from patcher.display import page
 
