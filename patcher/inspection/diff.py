@@ -63,7 +63,7 @@ class FunctionDiff(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diff(Displayable):
     """The differences between the code of a patched model and that of the stock model.
 

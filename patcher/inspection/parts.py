@@ -21,7 +21,7 @@ from patcher.patterns import in_state_dict, inside
 from patcher.spec.forward_of import shown_name
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Patched(Displayable):
     """The changes to the modules, the functions and the conversions of a model.
 

@@ -34,7 +34,7 @@ from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan(Patched):
     """The plan of a load with a patcher: the fields of a report, and where its weights would come from.
 

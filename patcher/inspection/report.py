@@ -19,7 +19,7 @@ from patcher.layouts.transforms import describe
 from patcher.loading.record import patched_now
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report(Patched):
     """The report of a patched model.
 

@@ -378,10 +378,11 @@ def test_html_shows_what_the_terminal_shows(joined: Report) -> None:
         assert not gap or name.split(" ")[0].strip(",") in " ".join(texts)
 
 
-def test_as_text_a_notebook_shows_what_print_does(joined: Report) -> None:
-    shown = pytest.importorskip("IPython.core.formatters").DisplayFormatter().format(joined)[0]
-    assert shown["text/plain"] == str(joined)
-    assert shown["text/html"] == joined._repr_html_()
+def test_as_text_a_notebook_shows_what_print_does(joined: Report, llama: Path) -> None:
+    formatter = pytest.importorskip("IPython.core.formatters").DisplayFormatter()
+    for shown in (joined, plan(llama, JOINED), diff(llama, JOINED)):
+        texts = formatter.format(shown)[0]
+        assert (texts["text/plain"], texts["text/html"]) == (str(shown), shown._repr_html_())
 
 
 def test_names_that_look_like_markup_are_shown_as_they_are(llama: Path) -> None:
