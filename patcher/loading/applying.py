@@ -52,7 +52,7 @@ from patcher.loading.in_memory import Weights, copy_hooks, move_attributes, tran
 from patcher.loading.initial_values import InitialValues, skip_complete
 from patcher.loading.load import Constructed, Loaded, Request, check_supported, construct, select, summarize
 from patcher.loading.reading import check_weights, stock_routing
-from patcher.loading.record import RECORD, PatchRecord, patched_models, patched_now, record_of, store_record
+from patcher.loading.record import RECORD, PatchedModule, PatchRecord, patched_now, record_of, store_record
 from patcher.loading.router import Router
 from patcher.loading.saving import saved_state_dict
 from patcher.loading.state_dicts import carriers_in, carry_routes, original_state_dict
@@ -98,9 +98,6 @@ def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
 def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
     """Restore the stock classes, layers and functions of a model, in place."""
     record = record_of(model)
-    for path, part, _ in list(patched_models(model)) if record is None else ():  # each by a patcher of its own
-        parent, _, name = path.rpartition(".")
-        model.get_submodule(parent)._modules[name] = _as_stock(part)
     replaced = [(item.original, item.replacement) for item in record.modules] if record is not None else []
     # First: rebound classes were fused.
     unfuse(model, lambda path, carried: True, "Patcher().apply()", [replacement for _, replacement in replaced])
@@ -108,12 +105,8 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
     restore_functions(model)
     origins = {name: layout.fused for carrier in carriers_in(model) for layout in carrier.all for name in layout.stock}
     if origins or any(ORIGINAL in vars(module) for _, module in named_modules(model)):
-        remaining: list[InForce] = []  # functions are those of transformers by now, and so are most fused modules
-        for entry in record.in_force if record is not None else ():
-            fusions = [fusion for fusion in entry.patcher.fusions if fusion in record.fusions]  # type: ignore[union-attr]
-            patcher = entry.patcher.replace(fusions=fusions, function_mapping={})
-            remaining.append(replace(entry, patcher=patcher))
-        base, stock = _construct(model, tuple(remaining)).model, _construct(model).model
+        remaining = InForce(_by_path(record.modules if record is not None else ()), "patcher=")
+        base, stock = _construct(model, (remaining,)).model, _construct(model).model
         state, stock_state = state_tensors(model), original_state_dict(model)
         values = {name: value for name, value in stock_state.items() if name in origins or name not in state}
         move_attributes(model, base, stock)
@@ -127,6 +120,17 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
         if isinstance(module, PreTrainedModel):
             forget_no_split_names(module, replaced)
     return model
+
+
+def _by_path(modules: Iterable[PatchedModule]) -> Patcher:
+    """Return a patcher for modules as they are: patchers of loads may be for the model around this one, or a part."""
+    paths: dict[type[nn.Module], list[str]] = {}
+    for item in modules:
+        paths.setdefault(item.replacement, []).append(item.path)
+    return Patcher(
+        {item.original.__name__: item.replacement for item in modules if not item.path},
+        module_mapping={path: cls for cls in paths for path in compress(filter(None, paths[cls]))},
+    )
 
 
 def _reverse_also(model: PreTrainedModel, keys: Iterable[str]) -> None:
