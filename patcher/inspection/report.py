@@ -103,12 +103,12 @@ def report(model: nn.Module) -> Report:
             parameters[text] += len(route.parameters)
     kept = used_conversions(model) if record.read and isinstance(model, PreTrainedModel) else ()
     fired = [*parameters.items(), *((describe(transform), 0) for transform in kept)]
-    fused = list(routes_of_fusions(record))
+    fused = list(routes_of_fusions(model))
     fired += Counter(route.text for route in fused).items() if record.read else ()
     joining = {describe(transform) for transform in record.added if len(source_patterns(transform)) > 1}
     return Report(
         **fields_of_record(type(model).__name__, model, record, [*fused, *record.routes]),
-        conversions_added=tuple(added_conversions(record)),
+        conversions_added=tuple(added_conversions(record, model)),
         conversions_fired=tuple(fired),
         unchecked=tuple(text for text, _ in fired if text in joining),
         seconds=tuple(record.seconds.items()),

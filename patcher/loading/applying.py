@@ -52,7 +52,7 @@ from patcher.loading.in_memory import Weights, copy_hooks, move_attributes, tran
 from patcher.loading.initial_values import InitialValues, skip_complete
 from patcher.loading.load import Constructed, Loaded, Request, check_supported, construct, select, summarize
 from patcher.loading.reading import check_weights, stock_routing
-from patcher.loading.record import RECORD, PatchedModule, PatchRecord, patched_now, record_of, store_record
+from patcher.loading.record import RECORD, PatchedModule, PatchRecord, joined_record, patched_now, store_record
 from patcher.loading.router import Router
 from patcher.loading.saving import saved_state_dict
 from patcher.loading.state_dicts import carriers_in, carry_routes, original_state_dict
@@ -82,22 +82,12 @@ def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
     """See `Patcher.apply`."""
     check_can_be_copied(model)
     check_pins(patcher, stock_class(model))
-
-    def patched() -> PreTrainedModel:
-        copied = shared_copy(model)
-        new = {
-            name: value
-            for name, value in (state_tensors(copied).items() if patcher.new_weights else ())
-            if any(search(text, name) for text in patcher.new_weights)
-        }
-        return _patched(patcher, _as_stock(copied), new)
-
-    return unpatched(patched)
+    return unpatched(lambda: _patched(patcher, shared_copy(model)))
 
 
 def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
     """Restore the stock classes, layers and functions of a model, in place."""
-    record = record_of(model)
+    record = joined_record(model)
     replaced = [(item.original, item.replacement) for item in record.modules] if record is not None else []
     # First: rebound classes were fused.
     unfuse(model, lambda path, carried: True, "Patcher().apply()", [replacement for _, replacement in replaced])
@@ -148,18 +138,17 @@ def _others(conversions: Iterable[Any], known: Iterable[Any]) -> list[Any]:
     return [conversion for conversion in conversions if identity(conversion, written=False) not in identities]
 
 
-def _patched(patcher: Patcher, model: PreTrainedModel, new_weights: Mapping[str, torch.Tensor]) -> PreTrainedModel:
-    """Patch a stock model, in place.
-
-    Args:
-        new_weights: the values of new weights that the model had with the patcher before.
-    """
+def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
+    """Patch a model, in place, by this patcher alone."""
+    state, expressions = state_tensors(model), patcher.new_weights
+    trained = {name: value for name, value in state.items() if any(search(text, name) for text in expressions)}
+    model = _as_stock(model)
     entry = InForce(patcher, "patcher=")
     check_built(patcher, set(map(type, model.modules())), all_there=True)
     construction = Construction(ClassRules((entry,)), by_hand=True)
     recorded: dict[str, Any] = {"read": has_used_conversions(model)}
     if patcher.class_mapping or patcher.module_mapping or patcher.dropped_weights or converts(patcher):
-        model, record = _replaced(patcher, model, new_weights)
+        model, record = _replaced(patcher, model, trained)
         recorded = {name: getattr(record, name) for name in _OF_LOAD}
         # Mappings without effect have been reported.
         used = ((entry, field, key) for field in MODULE_MAPPINGS for key in getattr(patcher, field))
@@ -186,9 +175,13 @@ def _patched(patcher: Patcher, model: PreTrainedModel, new_weights: Mapping[str,
 
 
 def _replaced(
-    patcher: Patcher, model: PreTrainedModel, new_weights: Mapping[str, torch.Tensor]
+    patcher: Patcher, model: PreTrainedModel, trained: Mapping[str, torch.Tensor]
 ) -> tuple[PreTrainedModel, PatchRecord]:
-    """Put the replacements of a patcher into a stock model, in the steps of a load, and return it with the record."""
+    """Put the replacements of a patcher into a stock model, in the steps of a load, and return it with the record.
+
+    Args:
+        trained: the new weights of the patcher that the model had before.
+    """
     entry = InForce(patcher.replace(fusions=(), function_mapping={}, transformers="", fingerprints={}), "patcher=")
     check_supported((entry,), None, {})
     base, load = _construct(model).model, _construct(model, (entry,), requested=(entry,))
@@ -210,7 +203,8 @@ def _replaced(
     InitialValues(loaded).restore(LoadStateDictConfig(device_map={"": model.device}, dtype=model.dtype))
     record = loaded.record
     origins = {name: item.stock for item in record.routes for name in item.parameters}
-    weights = Weights(model, _convert(loaded, checkpoint, model), origins, new_weights)
+    weights = Weights(model, _convert(loaded, checkpoint, model), origins)
+    weights.state = {**trained, **weights.state}
     model = transplant(model, loaded.model, weights)
     carry_routes(model, record.routes, record.paths_of_replacements)
     set_used_conversions(model, mapping, [*of_key_mapping, *routing.used])

@@ -15,8 +15,7 @@ from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import named_modules, original_class, stock_class
 from patcher.construction.in_force import InForce
 from patcher.fusions.base import Fusion
-from patcher.layouts.carried import ModuleLayouts, PickledClass, carried_by
-from patcher.layouts.layouts import Layout
+from patcher.layouts.carried import PickledClass, carried_by
 from patcher.layouts.transforms import select_conversions
 from patcher.loading.routes import Route
 from patcher.patterns import inside
@@ -36,7 +35,6 @@ class PatchedModule:
     chosen: bool = True
     #: None for a replacement of a mapping
     fusion: str | Fusion | None = None
-    layouts: tuple[Layout, ...] = ()
 
     def __reduce__(self) -> Any:
         return _unpickled_module, tuple((vars(self) | {"replacement": PickledClass.of(self.replacement)}).values())
@@ -166,8 +164,7 @@ def patched_now(model: nn.Module) -> PatchRecord | None:
         if (original := original_class(module)) is not None:
             item, cls = known.pop(path, None), unrebound(type(module))
             if item is None or item.replacement is not cls:
-                carried = carried_by(module) or ModuleLayouts()
-                item = PatchedModule(path, original, cls, fusion=carried.fusion, layouts=carried.layouts)
+                item = PatchedModule(path, original, cls, fusion=getattr(carried_by(module), "fusion", None))
             modules.append(item)
     if record is None:
         return PatchRecord(stock_class(model), (), tuple(modules)) if modules else None  # type: ignore[arg-type]
