@@ -163,7 +163,7 @@ def patched_now(model: nn.Module) -> PatchRecord | None:
     for path, module in named_modules(model):
         if (original := original_class(module)) is not None:
             item, cls = known.pop(path, None), unrebound(type(module))
-            if item is None or item.replacement is not cls:
+            if item is None or not issubclass(cls, item.replacement):  # other tools derive classes from it
                 item = PatchedModule(path, original, cls, fusion=getattr(carried_by(module), "fusion", None))
             modules.append(item)
     if record is None:

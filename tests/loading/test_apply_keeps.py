@@ -665,6 +665,14 @@ def test_parts_that_were_patched_one_by_one_come_back(tmp_path: Path) -> None:
     ).read_bytes()
 
 
+def test_a_class_that_was_derived_from_a_replacement_is_not_lost_on_the_way_back() -> None:
+    patched = MLPS.apply(build_tiny(tiny_llama_config()))
+    patched.model.layers[0].mlp.__class__ = type("Derived", (SameMLP,), {})
+    assert [new for _, _, new in report(patched).replaced] == ["SameMLP", "SameMLP"]
+    with pytest.raises(InvalidPatcherError, match=r"mlp is a Derived \(its config says SameMLP\)"):
+        Patcher().apply(patched)
+
+
 class OwnBertOutput(BertOutput):
     pass
 
