@@ -42,7 +42,7 @@ _TRAINER_FILES = ("trainer_state.json", "training_args.bin")
 _KEPT_METADATA = ("license", "license_name", "license_link", "language", "pipeline_tag", "tags", "base_model")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Exported(Displayable):
     """The result of `patcher.export`.
 

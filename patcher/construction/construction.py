@@ -178,12 +178,13 @@ class Construction:
         except Exception as error:
             if any(error is wanting for wanting in inner.wanting):
                 raise without_value(replacement, f"something ({type(error).__name__}: {error})") from error
+            advice = ": take them all, or accept **kwargs" if isinstance(error, TypeError) else ""
             arguments = [*map(_short_repr, args), *(f"{key}={_short_repr(value)}" for key, value in kwargs.items())]
             raise PatchConstructionError(
                 f"{replacement.__qualname__} could not be built in place of {original.__qualname__}"
                 f"{_where(error.__traceback__)}: {type(error).__name__}: {error}\n"
                 f"It was called as {replacement.__qualname__}({', '.join(arguments)}). A replacement is constructed "
-                f"with the arguments of {original.__qualname__}.__init__: take them all, or accept **kwargs."
+                f"with the arguments of {original.__qualname__}.__init__{advice}."
             ) from error
         finally:
             self._building.pop()
@@ -279,16 +280,21 @@ def replace_modules(construction: Construction, model: PreTrainedModel) -> None:
     if not any(entry.patcher.module_mapping for entry in construction.rules.entries):
         return
     used: dict[str, frozenset[tuple[InForce, str]]] = {}
-    paths = [""]
-    for path in paths:  # grows by the children of each module
+    # Not by attributes: a class that is still being initialized may have a method of the name of a module.
+    places: list[tuple[str, dict[str, Any], str]] = [("", {"": model}, "")]
+    for path, siblings, name in places:  # grows by the children of each module
         if path and path not in used:
-            _replace(construction, model, path, used)
-        children = model.get_submodule(path)._modules
-        paths += [inside(path) + name for name, child in children.items() if child is not None]
+            _replace(construction, model, path, siblings[name], used)
+        children = siblings[name]._modules
+        places += [(inside(path) + key, children, key) for key, child in children.items() if child is not None]
 
 
 def _replace(
-    construction: Construction, model: nn.Module, path: str, used: dict[str, frozenset[tuple[InForce, str]]]
+    construction: Construction,
+    model: nn.Module,
+    path: str,
+    module: nn.Module,
+    used: dict[str, frozenset[tuple[InForce, str]]],
 ) -> None:
     """Replace the module at a path if mappings match all of its paths.
 
@@ -299,14 +305,14 @@ def _replace(
     def used_around(path: str) -> frozenset[tuple[InForce, str]]:
         return frozenset().union(*(keys for outer, keys in used.items() if path.startswith(f"{outer}.")))
 
-    rules, module = construction.rules, model.get_submodule(path)
-    cls = stock_class(module)
-    match = rules.match_path(path, cls, used_around(path))
+    rules = construction.rules
+    match = rules.match_path(path, stock_class(module), used_around(path))
     if match is None:
         return
-    paths = [other for other, submodule in named_modules(model) if submodule is module]
+    there = dict(named_modules(model))
+    paths = [other for other, submodule in there.items() if submodule is module]
     for other in paths:
-        other_match = rules.match_path(other, cls, used_around(other))
+        other_match = rules.match_path(other, stock_class(module), used_around(other))
         if other_match is None:
             member = match.entry, "module_mapping"
             problem = (
@@ -326,7 +332,7 @@ def _replace(
         module = rebuilt(construction, path, module, match)
     for other in paths:
         parent, _, name = other.rpartition(".")
-        model.get_submodule(parent)._modules[name] = module
+        there[parent]._modules[name] = module
         keys = rules.keys_at(other, used_around(other))
         used[other] = used_around(other).union(keys)
         construction.outcome |= Outcome(frozenset((entry, "module_mapping", key) for entry, key in keys))

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class Displayable:
     """A frozen dataclass of tuples that is shown in a terminal, in Jupyter and as JSON.
 
-    Subclasses return a headline, a verdict if they have one, and parts; empty parts are left out.
+    Subclasses have no `repr` of their own. They return a headline, a verdict if they have one, and parts; empty parts
+    are left out.
     """
 
     #: The properties that JSON has in addition to the fields.
@@ -50,6 +51,9 @@ class Displayable:
         from patcher.display import terminal
 
         return terminal.text(self)
+
+    def __repr__(self) -> str:  # in a terminal without print(), and in the text of a notebook's output
+        return str(self)
 
     def _repr_html_(self) -> str:
         from patcher.display import page

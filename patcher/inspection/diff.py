@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from textwrap import indent
@@ -65,7 +66,7 @@ class FunctionDiff(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diff(Displayable):
     """The differences between the code of a patched model and that of the stock model.
 
@@ -151,7 +152,7 @@ def diff(
     if patcher is None:
         if not isinstance(model, PreTrainedModel):
             raise InvalidPatcherError(
-                f"diff needs a patcher for {model!r}, which isn't loaded; write diff(model, Patcher(...))."
+                f"diff needs a patcher for {reprlib.repr(model)}, which isn't loaded; write diff(model, Patcher(...))."
             )
         resolutions = {
             inside(path): resolve_in_force(record.in_force, record.model_class, part.config)

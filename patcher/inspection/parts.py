@@ -13,6 +13,7 @@ from patcher.compat.models import named_modules, stock_class
 from patcher.display.parts import Notes, Part, Table
 from patcher.display.shown import Displayable, pluralize
 from patcher.display.tree import ModuleNode, Weights, module_tree
+from patcher.layouts.carried import fused_modules
 from patcher.layouts.conversion import Converted
 from patcher.layouts.transforms import describe
 from patcher.loading.record import PatchedModule, PatchRecord
@@ -21,7 +22,7 @@ from patcher.patterns import in_state_dict, inside
 from patcher.spec.forward_of import shown_name
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Patched(Displayable):
     """The changes to the modules, the functions and the conversions of a model.
 
@@ -136,17 +137,17 @@ def fields_of_record(
     }
 
 
-def added_conversions(record: PatchRecord) -> list[str]:
+def added_conversions(record: PatchRecord, model: nn.Module) -> list[str]:
     """Return the conversions that precede those of transformers, including those of fusions."""
     added = [describe(transform) for transform in (*record.added, *record.fusion_transforms)]
-    return list(dict.fromkeys([*added, *(route.text for route in routes_of_fusions(record))]))
+    return list(dict.fromkeys([*added, *(route.text for route in routes_of_fusions(model))]))
 
 
-def routes_of_fusions(record: PatchRecord) -> Iterator[Route]:
+def routes_of_fusions(model: nn.Module) -> Iterator[Route]:
     """Yield the routes from stock to fused parameters of every fused module."""
-    for module in record.modules:
-        for layout in module.layouts:
-            named = layout.named(inside(module.path).__add__)
+    for path, _, carried in fused_modules(model):
+        for layout in carried.layouts:
+            named = layout.named(inside(path).__add__)
             yield Route(tuple(named.stock), tuple(named.fused), layout)
 
 

@@ -34,7 +34,7 @@ from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan(Patched):
     """The plan of a load with a patcher: the fields of a report, and where its weights would come from.
 
@@ -189,13 +189,13 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
     for route in routing.routes:
         for text in {*(describe(conversion.transform) for conversion in route.added), route.text}:
             keys_of.setdefault(text, []).extend(route.keys)
-    added = added_conversions(record)
+    added = added_conversions(record, built)
     parameters = state_tensors(built)
     # Without those to a stack of transformers of which a fusion takes the parts.
     routes = [route for route in routing.routes if not parameters.keys().isdisjoint(route.parameters)]
     weights = alike_as_one(Weights("", route.keys, route.parameters, route.text) for route in routes)
     return Plan(
-        **fields_of_record(name, built, record, routes or routes_of_fusions(record), unfit),
+        **fields_of_record(name, built, record, routes or routes_of_fusions(built), unfit),
         checkpoint=headers.where,
         conversions_added=tuple((text, tuple(compress(keys_of.get(text, ())))) for text in added),
         conversions_kept=tuple(

@@ -16,10 +16,10 @@ from patcher.errors import InvalidPatcherError
 from patcher.inspection.parts import Patched, added_conversions, fields_of_record, routes_of_fusions
 from patcher.inspection.unseen import ORDER
 from patcher.layouts.transforms import describe
-from patcher.loading.record import joined_record, record_of
+from patcher.loading.record import patched_now
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report(Patched):
     """The report of a patched model.
 
@@ -51,7 +51,7 @@ class Report(Patched):
         yield Table("Not seen by a load", ("what", "seen by"), [order] if self.unchecked else [])
 
     def _headline(self) -> str:
-        if not self.patchers:
+        if self.tree is None:
             return f"{self.model}: not patched"
         text = f"{self.model}: {self._counted('replaced')}"
         seconds = dict(self.seconds)
@@ -61,7 +61,7 @@ class Report(Patched):
         return text
 
 
-def report(model: PreTrainedModel) -> Report:
+def report(model: nn.Module) -> Report:
     """Return what was patched in a model.
 
     >>> import patcher
@@ -83,17 +83,19 @@ def report(model: PreTrainedModel) -> Report:
     The report of a stock model says so.
 
     Args:
-        model: a model in memory, loaded, built from a config or by hand, or a wrapper of one, such as a `PeftModel`.
+        model: a model in memory, loaded, built from a config or by hand, or a wrapper of some, such as a `PeftModel`.
 
     Raises:
         InvalidPatcherError: if it isn't a module.
     """
     if not isinstance(model, nn.Module):
         raise InvalidPatcherError(f"report takes a model, found {model!r}; write report(model).")
-    if record_of(model) is None:
+    if not isinstance(model, PreTrainedModel):
         # in wrappers, such as those of torch.compile, PEFT and DistributedDataParallel
-        model = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
-    if (record := joined_record(model)) is None:
+        models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+        if models and {*models} <= {*models[0].modules()}:
+            model = models[0]
+    if (record := patched_now(model)) is None:
         return Report(type(model).__name__)
     parameters = Counter[str]()
     for route in record.routes:
@@ -101,12 +103,12 @@ def report(model: PreTrainedModel) -> Report:
             parameters[text] += len(route.parameters)
     kept = used_conversions(model) if record.read and isinstance(model, PreTrainedModel) else ()
     fired = [*parameters.items(), *((describe(transform), 0) for transform in kept)]
-    fused = list(routes_of_fusions(record))
+    fused = list(routes_of_fusions(model))
     fired += Counter(route.text for route in fused).items() if record.read else ()
     joining = {describe(transform) for transform in record.added if len(source_patterns(transform)) > 1}
     return Report(
         **fields_of_record(type(model).__name__, model, record, [*fused, *record.routes]),
-        conversions_added=tuple(added_conversions(record)),
+        conversions_added=tuple(added_conversions(record, model)),
         conversions_fired=tuple(fired),
         unchecked=tuple(text for text, _ in fired if text in joining),
         seconds=tuple(record.seconds.items()),

@@ -43,6 +43,7 @@ from patcher.construction.gates import in_force
 from patcher.construction.in_force import Block, InForce, Outcome, entered, unpatched
 from patcher.construction.lock import construction_lock
 from patcher.errors import InvalidPatcherError
+from patcher.expressions import search
 from patcher.functions.models import restore_functions
 from patcher.layouts.carried import carry
 from patcher.layouts.transforms import converts, identity
@@ -51,7 +52,7 @@ from patcher.loading.in_memory import Weights, copy_hooks, move_attributes, tran
 from patcher.loading.initial_values import InitialValues, skip_complete
 from patcher.loading.load import Constructed, Loaded, Request, check_supported, construct, select, summarize
 from patcher.loading.reading import check_weights, stock_routing
-from patcher.loading.record import RECORD, PatchRecord, record_of, store_record
+from patcher.loading.record import RECORD, PatchedModule, PatchRecord, joined_record, patched_now, store_record
 from patcher.loading.router import Router
 from patcher.loading.saving import saved_state_dict
 from patcher.loading.state_dicts import carriers_in, carry_routes, original_state_dict
@@ -81,25 +82,21 @@ def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
     """See `Patcher.apply`."""
     check_can_be_copied(model)
     check_pins(patcher, stock_class(model))
-    return unpatched(lambda: _patched(patcher, _as_stock(shared_copy(model))))
+    return unpatched(lambda: _patched(patcher, shared_copy(model)))
 
 
 def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
     """Restore the stock classes, layers and functions of a model, in place."""
-    record = record_of(model)
+    record = joined_record(model)
     replaced = [(item.original, item.replacement) for item in record.modules] if record is not None else []
     # First: rebound classes were fused.
     unfuse(model, lambda path, carried: True, "Patcher().apply()", [replacement for _, replacement in replaced])
-    record = record_of(model)
+    record = patched_now(model)
     restore_functions(model)
     origins = {name: layout.fused for carrier in carriers_in(model) for layout in carrier.all for name in layout.stock}
     if origins or any(ORIGINAL in vars(module) for _, module in named_modules(model)):
-        remaining: list[InForce] = []  # functions are those of transformers by now, and so are most fused modules
-        for entry in record.in_force if record is not None else ():
-            fusions = [fusion for fusion in entry.patcher.fusions if fusion in record.fusions]  # type: ignore[union-attr]
-            patcher = entry.patcher.replace(fusions=fusions, function_mapping={})
-            remaining.append(replace(entry, patcher=patcher))
-        base, stock = _construct(model, tuple(remaining)).model, _construct(model).model
+        remaining = InForce(_by_path(record.modules if record is not None else ()), "patcher=")
+        base, stock = _construct(model, (remaining,)).model, _construct(model).model
         state, stock_state = state_tensors(model), original_state_dict(model)
         values = {name: value for name, value in stock_state.items() if name in origins or name not in state}
         move_attributes(model, base, stock)
@@ -113,6 +110,17 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
         if isinstance(module, PreTrainedModel):
             forget_no_split_names(module, replaced)
     return model
+
+
+def _by_path(modules: Iterable[PatchedModule]) -> Patcher:
+    """Return a patcher for modules as they are: patchers of loads may be for the model around this one, or a part."""
+    paths: dict[type[nn.Module], list[str]] = {}
+    for item in modules:
+        paths.setdefault(item.replacement, []).append(item.path)
+    return Patcher(
+        {item.original.__name__: item.replacement for item in modules if not item.path},
+        module_mapping={path: cls for cls in paths for path in compress(filter(None, paths[cls]))},
+    )
 
 
 def _reverse_also(model: PreTrainedModel, keys: Iterable[str]) -> None:
@@ -131,13 +139,16 @@ def _others(conversions: Iterable[Any], known: Iterable[Any]) -> list[Any]:
 
 
 def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
-    """Patch a stock model, in place."""
+    """Patch a model, in place, by this patcher alone."""
+    state, expressions = state_tensors(model), patcher.new_weights
+    trained = {name: value for name, value in state.items() if any(search(text, name) for text in expressions)}
+    model = _as_stock(model)
     entry = InForce(patcher, "patcher=")
     check_built(patcher, set(map(type, model.modules())), all_there=True)
     construction = Construction(ClassRules((entry,)), by_hand=True)
     recorded: dict[str, Any] = {"read": has_used_conversions(model)}
     if patcher.class_mapping or patcher.module_mapping or patcher.dropped_weights or converts(patcher):
-        model, record = _replaced(patcher, model)
+        model, record = _replaced(patcher, model, trained)
         recorded = {name: getattr(record, name) for name in _OF_LOAD}
         # Mappings without effect have been reported.
         used = ((entry, field, key) for field in MODULE_MAPPINGS for key in getattr(patcher, field))
@@ -163,8 +174,14 @@ def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _replaced(patcher: Patcher, model: PreTrainedModel) -> tuple[PreTrainedModel, PatchRecord]:
-    """Put the replacements of a patcher into a stock model, in the steps of a load, and return it with the record."""
+def _replaced(
+    patcher: Patcher, model: PreTrainedModel, trained: Mapping[str, torch.Tensor]
+) -> tuple[PreTrainedModel, PatchRecord]:
+    """Put the replacements of a patcher into a stock model, in the steps of a load, and return it with the record.
+
+    Args:
+        trained: the new weights of the patcher that the model had before.
+    """
     entry = InForce(patcher.replace(fusions=(), function_mapping={}, transformers="", fingerprints={}), "patcher=")
     check_supported((entry,), None, {})
     base, load = _construct(model).model, _construct(model, (entry,), requested=(entry,))
@@ -186,7 +203,9 @@ def _replaced(patcher: Patcher, model: PreTrainedModel) -> tuple[PreTrainedModel
     InitialValues(loaded).restore(LoadStateDictConfig(device_map={"": model.device}, dtype=model.dtype))
     record = loaded.record
     origins = {name: item.stock for item in record.routes for name in item.parameters}
-    model = transplant(model, loaded.model, Weights(model, _convert(loaded, checkpoint, model), origins))
+    weights = Weights(model, _convert(loaded, checkpoint, model), origins)
+    weights.state = {**trained, **weights.state}
+    model = transplant(model, loaded.model, weights)
     carry_routes(model, record.routes, record.paths_of_replacements)
     set_used_conversions(model, mapping, [*of_key_mapping, *routing.used])
     return model, record

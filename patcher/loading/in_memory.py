@@ -37,7 +37,7 @@ from patcher.errors import InvalidPatcherError
 from patcher.fusions.fused_module import FusedModule
 from patcher.layouts.carried import ModuleLayouts, carry, fused_modules, is_quantized
 from patcher.layouts.layouts import by_itself
-from patcher.loading.record import RECORD, PatchRecord, record_of
+from patcher.loading.record import RECORD, patched_now
 from patcher.patterns import compress, inside
 
 #: Why an adapter unfuses a module, for the report.
@@ -68,24 +68,14 @@ def unfuse(
         if (new := restored[id(module)]) is not module:
             parent, _, name = path.rpartition(".")
             model.get_submodule(parent)._modules[name] = new
-    paths = [path for path, *_ in fused]
-    for path, part in named_modules(model) if paths else ():
-        if (record := record_of(part)) is not None:
+    fusions = {path: carried.fusion for path, _, carried in fused}
+    for path, part in named_modules(model) if fusions else ():
+        if RECORD in vars(part) and (record := patched_now(part)) is not None:
             prefix = inside(path)
-            inner = {name.removeprefix(prefix) for name in paths if name.startswith(prefix)}
-            part.__dict__[RECORD] = _without(record, inner, reason)
-    return paths
-
-
-def _without(record: PatchRecord, paths: Collection[str], reason: str) -> PatchRecord:
-    """Return the record of a model in which some modules aren't fused any more."""
-    unfused = {item.path: item.fusion for item in record.modules if item.fusion is not None and item.path in paths}
-    return replace(
-        record,
-        modules=tuple(item for item in record.modules if item.path not in unfused),
-        refused={**record.refused, **dict.fromkeys(sorted(unfused), reason)},
-        unfused={**record.unfused, **unfused},
-    )
+            unfused = {name.removeprefix(prefix): fusions[name] for name in sorted(fusions) if name.startswith(prefix)}
+            refused = {**record.refused, **dict.fromkeys(unfused, reason)}
+            part.__dict__[RECORD] = replace(record, refused=refused, unfused={**record.unfused, **unfused})
+    return list(fusions)
 
 
 def _check(path: str, module: nn.Module, carried: ModuleLayouts, replacements: Collection[type]) -> None:
@@ -205,7 +195,7 @@ def _layer(module: nn.Module, owner: str, part: torch.Tensor, hooks: list[Any]) 
 _COMMON = {*vars(nn.Module()), "_is_hf_initialized", "_no_split_modules"}
 _MISSING: Any = object()
 #: The advice for a module that isn't as its config says.
-_PATCH_FIRST = "Apply the patcher first, and change the result."
+_PATCH_FIRST = "Undo that, apply the patcher, and change the result."
 
 
 class Weights:

@@ -222,14 +222,7 @@ def summarize(
     plan = resolution.fusion_plan
     fusions = plan.by_path
     patched = [
-        PatchedModule(
-            path,
-            original,
-            unrebound(type(module)),
-            chosen.get(id(module), True),
-            fusions.get(path),
-            plan.layouts.get(path, ()),
-        )
+        PatchedModule(path, original, unrebound(type(module)), chosen.get(id(module), True), fusions.get(path))
         for path, module in modules
         if (original := original_class(module)) is not None
     ]

@@ -11,11 +11,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
-from patcher.compat.models import named_modules, stock_class
+from patcher.compat.modeling_code import unrebound
+from patcher.compat.models import named_modules, original_class, stock_class
 from patcher.construction.in_force import InForce
 from patcher.fusions.base import Fusion
-from patcher.layouts.carried import PickledClass
-from patcher.layouts.layouts import Layout
+from patcher.layouts.carried import PickledClass, carried_by
 from patcher.layouts.transforms import select_conversions
 from patcher.loading.routes import Route
 from patcher.patterns import inside
@@ -35,7 +35,6 @@ class PatchedModule:
     chosen: bool = True
     #: None for a replacement of a mapping
     fusion: str | Fusion | None = None
-    layouts: tuple[Layout, ...] = ()
 
     def __reduce__(self) -> Any:
         return _unpickled_module, tuple((vars(self) | {"replacement": PickledClass.of(self.replacement)}).values())
@@ -151,6 +150,30 @@ def joined_record(model: nn.Module) -> PatchRecord | None:
         refused={path: reason for record in records for path, reason in record.refused.items()},
         read=all(record.read for record in records),
         **united,
+    )
+
+
+def patched_now(model: nn.Module) -> PatchRecord | None:
+    """Return the record of a model, or the joined one, with the modules that are patched now.
+
+    Some may have been removed since, exchanged, or moved here from another model.
+    """
+    record, modules = joined_record(model), list[PatchedModule]()
+    known = {item.path: item for item in record.modules} if record is not None else {}
+    for path, module in named_modules(model):
+        if (original := original_class(module)) is not None:
+            item, cls = known.pop(path, None), unrebound(type(module))
+            if item is None or not issubclass(cls, item.replacement):  # other tools derive classes from it
+                item = PatchedModule(path, original, cls, fusion=getattr(carried_by(module), "fusion", None))
+            modules.append(item)
+    if record is None:
+        return PatchRecord(stock_class(model), (), tuple(modules)) if modules else None  # type: ignore[arg-type]
+    gone = tuple(map(inside, known))
+    return replace(
+        record,
+        modules=tuple(modules),
+        routes=tuple(route for route in record.routes if not any(name.startswith(gone) for name in route.parameters)),
+        new_weights=tuple(name for name in record.new_weights if not name.startswith(gone)),
     )
 
 

@@ -104,8 +104,8 @@ def _made(original: type[nn.Module], layer: type[nn.Module]) -> type[nn.Module]:
     new, old = (inspect.signature(cls.forward) for cls in (layer, original))
     if [param.kind for param in new.parameters.values()] != [param.kind for param in old.parameters.values()]:
         raise PatchConstructionError(
-            f"{layer.__qualname__}.forward{new} can't be called as {original.__qualname__}.forward{old}, in whose "
-            "place it is to run. Give it the parameters of that one."
+            f"{layer.__qualname__}.forward{new} has other parameters than {original.__qualname__}.forward{old}, in "
+            "whose place it is to run. Give it the parameters of that one."
         )
     read = dict.fromkeys(_attributes_read(cast(Any, layer.forward)))
     required = [name for name in read if name != "training" and not hasattr(nn.Module, name)]

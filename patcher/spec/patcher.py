@@ -338,7 +338,8 @@ class Patcher:
         torch.Size([96, 64])
 
         What the model has beyond its config is kept: hooks, `requires_grad`, ties, edited buffers and attributes,
-        added layers. What a replaced module would lose raises, by name.
+        added layers, and the values of new weights that this patcher declares too. What a replaced module would lose
+        raises, by name.
 
         The model itself isn't changed. Parameters that aren't converted share their storage with it, so an in-place
         update of one changes both: if the model goes on training, pass `copy.deepcopy(model)`.

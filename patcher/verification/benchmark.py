@@ -66,7 +66,7 @@ class Measured:
         return {"patcher": repr(self.patcher), "pays": self.pays, "gains": self.gains}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Benchmark(Displayable):
     """The result of `patcher.benchmark`.
 

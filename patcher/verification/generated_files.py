@@ -38,7 +38,7 @@ _ORDER = ("ForConditionalGeneration", "ForCausalLM", "LMHeadModel", "ForMaskedLM
 _Place = tuple[str, int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FileVerification(Judged):
     """The result of `patcher.codegen.verify`.
 

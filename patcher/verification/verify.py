@@ -55,7 +55,7 @@ class Judged(Displayable):
         return Cell("FAILED", "bad") if self._error() else Cell("PASSED", "good")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verification(Judged):
     """The result of `patcher.verify` or `patcher.compare`.
 

@@ -80,7 +80,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r"Raising could not be built in place of LlamaMLP, in __init__ of LlamaDecoderLayer "
         r"\(modeling_llama\.py:\d+\): ValueError: no such width\n"
         r"It was called as Raising\(<LlamaConfig>\)\. A replacement is constructed with the arguments of "
-        r"LlamaMLP\.__init__",
+        r"LlamaMLP\.__init__\.$",
     ),
     "other arguments": (
         {"LlamaRMSNorm": Narrow},

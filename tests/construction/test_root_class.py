@@ -343,6 +343,13 @@ def test_the_conversions_of_a_class_begin_at_the_model_that_it_replaces(
         assert same_checkpoint(tmp_path / "patched", tmp_path / "stock")
 
 
+def test_modules_are_named_by_path_in_a_class_with_a_method_of_the_name_of_a_module(llama: Path) -> None:
+    patcher = Patcher({"LlamaForCausalLM": TurnedHead}, module_mapping={"model.layers.0.mlp": OwnMLP})
+    model, stock = (LlamaForCausalLM.from_pretrained(llama, patcher=each) for each in (patcher, None))
+    assert [type(layer.mlp) for layer in model.model.layers] == [OwnMLP, type(stock.model.layers[0].mlp)]
+    assert same_output(model, stock)
+
+
 def test_a_replaced_sub_model_of_a_config_saves_as_stock(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(tiny_llama_config(), patcher=Patcher({"LlamaModel": RenamedNorm}))
     model.model.save_pretrained(tmp_path)

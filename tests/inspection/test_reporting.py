@@ -281,6 +281,39 @@ def test_a_sub_model_reports_on_itself(llama: Path) -> None:
     assert [path for path, _, _ in report(model.model).replaced] == [f"layers.{index}.mlp" for index in range(2)]
 
 
+def test_a_wrapper_of_several_models_reports_on_all_of_them(llama: Path) -> None:
+    load = LlamaForCausalLM.from_pretrained
+    stock, own = load(llama), load(llama, patcher=OWN)
+    said = report(nn.ModuleDict({"stock": stock, "own": own, "other": load(llama, patcher=JOINED)}))
+    assert said.model == "ModuleDict"
+    paths = [f"{name}.model.layers.{index}.mlp" for name in ("other", "own") for index in range(2)]
+    assert [path for path, *_ in said.replaced] == paths
+    assert len(said.patchers) == 2
+    assert [path for path, *_ in report(nn.Sequential(stock, own)).replaced] == [
+        f"1.model.layers.{index}.mlp" for index in range(2)
+    ]
+    assert str(report(nn.Sequential(stock, load(llama)))) == "Sequential: not patched"
+
+
+@pytest.mark.parametrize("patcher", [JOINED, Patcher(fusions="gate_up")], ids=["replaced", "fused"])
+def test_modules_that_were_moved_are_reported_where_they_are(patcher: Patcher, llama: Path) -> None:
+    patched, stock = (LlamaForCausalLM.from_pretrained(llama, patcher=each) for each in (patcher, None))
+
+    def paths(model: nn.Module) -> list[str]:
+        said = report(model)
+        return [path for path, *_ in (*said.replaced, *said.fused)]
+
+    assert paths(patched.model.layers[0]) == ["mlp"]
+    stock.model.layers[0], patched.model.layers[0] = patched.model.layers[0], stock.model.layers[0]
+    assert (paths(stock), paths(patched)) == (["model.layers.0.mlp"], ["model.layers.1.mlp"])
+    assert str(report(stock)).startswith("LlamaForCausalLM: 1 module replaced\n")
+    del patched.model.layers[1]
+    said = report(patched)
+    assert str(said).startswith("LlamaForCausalLM: 0 modules replaced")
+    assert said.tree is not None
+    assert not [node for node in said.tree.walk() if node.weights or node.becomes]
+
+
 @pytest.mark.parametrize("value", [None, "gpt2", OWN, LlamaForCausalLM])
 def test_only_models_have_a_report(value: Any) -> None:
     with pytest.raises(InvalidPatcherError, match="report takes a model, found"):
@@ -343,6 +376,13 @@ def test_html_shows_what_the_terminal_shows(joined: Report) -> None:
     for line in str(joined).splitlines():  # module by module
         name, gap, _ = line.strip(" │├─└").partition("  ")
         assert not gap or name.split(" ")[0].strip(",") in " ".join(texts)
+
+
+def test_as_text_a_notebook_shows_what_print_does(joined: Report, llama: Path) -> None:
+    formatter = pytest.importorskip("IPython.core.formatters").DisplayFormatter()
+    for shown in (joined, plan(llama, JOINED), diff(llama, JOINED)):
+        texts = formatter.format(shown)[0]
+        assert (texts["text/plain"], texts["text/html"]) == (str(shown), shown._repr_html_())
 
 
 def test_names_that_look_like_markup_are_shown_as_they_are(llama: Path) -> None:

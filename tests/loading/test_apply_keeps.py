@@ -20,11 +20,14 @@ from transformers import (
     AutoModelForImageTextToText,
     BartConfig,
     BartForConditionalGeneration,
+    BertModel,
+    EncoderDecoderModel,
     PretrainedConfig,
     ViTConfig,
     ViTModel,
 )
 from transformers.core_model_loading import Chunk, Transpose, WeightConverter, WeightRenaming
+from transformers.models.bert.modeling_bert import BertIntermediate, BertOutput
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
@@ -455,9 +458,12 @@ def test_a_replaced_model_has_it_and_so_has_the_model_after_the_way_back(name: s
         (hook_on_a_part, r"up_proj has hooks \(_forward_hooks\)"),
         (pre_hook, r"mlp has hooks \(_forward_pre_hooks\)"),
         (backward_hook, r"mlp has hooks \(_backward_hooks\)"),
-        (method, r"mlp\.forward was changed since the model was constructed, .* Apply the patcher first, and change"),
+        (
+            method,
+            r"mlp\.forward was changed since the model was constructed, .* Undo that, apply the patcher",
+        ),
         (method_of_a_part, r"up_proj\.forward was changed"),
-        (other_class, r"mlp is a DoubledMLP \(its config says LlamaMLP\), .* Apply the patcher first"),
+        (other_class, r"mlp is a DoubledMLP \(its config says LlamaMLP\), .* Undo that, apply the patcher"),
         (other_layer, r"up_proj is a Sequential \(its config says Linear\)"),
         (parametrization, r"down_proj is a ParametrizedLinear \(its config says Linear\)"),
         (dtypes, "can't convert weights of several dtypes|has hooks"),
@@ -564,6 +570,115 @@ def test_one_patcher_after_the_other() -> None:
             LlamaForCausalLM(tiny_llama_config())  # which the block is for
         assert torch.allclose(logits(model), expected, atol=1e-5)
     assert described(Patcher().apply(model)) == before
+
+
+class ScaledMLP(LlamaMLP):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * super().forward(x) + self.steps
+
+
+def test_new_weights_that_were_trained_stay_where_the_patcher_declares_them_again() -> None:
+    scaled = Patcher({"LlamaMLP": ScaledMLP}, new_weights=[r"\.scale$", r"\.steps$"])
+    patched = scaled.apply(build_tiny(tiny_llama_config()))
+    for number, layer in enumerate(patched.model.layers):
+        layer.mlp.scale.data.fill_(2.0 + number)
+        layer.mlp.steps.fill_(0.5)
+    patched.model.layers[0].mlp.scale.requires_grad_(False)
+    for patcher in (scaled, scaled | Patcher(fusions="qkv")):
+        again = patcher.apply(patched)
+        assert torch.allclose(logits(again), logits(patched), atol=1e-5)
+        assert [layer.mlp.scale.requires_grad for layer in again.model.layers] == [False, True]
+        assert again.model.layers[0].mlp.steps is not patched.model.layers[0].mlp.steps
+    assert {layer.mlp.scale.item() for layer in scaled.apply(Patcher().apply(patched)).model.layers} == {1.0}
+
+
+def removed(model: Any) -> Any:
+    del model.model.layers[0]
+    return model
+
+
+def exchanged(model: Any) -> Any:
+    model.model.layers[0] = build_tiny(tiny_llama_config()).model.layers[0]
+    return model
+
+
+def moved(model: Any) -> Any:
+    stock = build_tiny(tiny_llama_config())
+    stock.model.layers[1] = model.model.layers[0]
+    return stock
+
+
+def in_two_places(model: Any) -> Any:
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    return model
+
+
+def sub_model_moved(model: Any) -> Any:
+    stock = build_tiny(tiny_llama_config())
+    stock.model = model.model
+    return stock
+
+
+def part_patched(model: Any) -> Any:
+    model.model = Patcher(fusions="gate_up").apply(model.model)
+    return model
+
+
+@pytest.mark.parametrize("change", [removed, exchanged, moved, in_two_places, sub_model_moved, part_patched])
+@pytest.mark.parametrize(
+    "patcher",
+    [BOTH, MLPS, MLPS | Patcher(fusions="qkv"), Patcher(module_mapping={"model.layers.0.mlp": SameMLP})],
+    ids=["fused", "replaced", "either", "by path"],
+)
+def test_the_way_back_of_a_model_whose_parts_were_changed(patcher: Patcher, change: Callable[[Any], Any]) -> None:
+    patched = change(patcher.apply(build_tiny(tiny_llama_config())))
+    back = Patcher().apply(patched)
+    stock = build_tiny(tiny_llama_config())
+    assert {type(module) for module in back.modules()} == {type(module) for module in stock.modules()}
+    assert torch.allclose(logits(back), logits(patched), atol=1e-5)
+    assert not report(back).patchers
+
+
+def test_parts_that_were_patched_one_by_one_come_back(tmp_path: Path) -> None:
+    config = tiny_bert_config()
+    folder = str(checkpoint(config, model_class=BertModel))
+    stock, inputs = EncoderDecoderModel.from_encoder_decoder_pretrained(folder, folder), tiny_inputs(config)
+    inputs = {"input_ids": inputs["input_ids"], "decoder_input_ids": inputs["input_ids"]}
+    stock.save_pretrained(tmp_path / "stock")
+    model = EncoderDecoderModel.from_pretrained(tmp_path / "stock")
+    model.encoder = Patcher({"BertOutput": OwnBertOutput}).apply(model.encoder)
+    model.decoder = Patcher({"BertIntermediate": OwnBertIntermediate}, fusions="qkv").apply(model.decoder)
+    assert len(report(model).replaced) == 4
+    for patcher in (Patcher({"BertOutput": OwnBertOutput}), Patcher()):
+        other = patcher.apply(model)
+        assert len(report(other).replaced) == 4 * bool(patcher.class_mapping)
+        assert torch.allclose(logits(other, inputs), logits(model, inputs), atol=1e-5)
+    assert {type(module) for module in other.modules()} == {type(module) for module in stock.modules()}
+    other.save_pretrained(tmp_path / "back")
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (
+        tmp_path / "stock" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_a_class_that_was_derived_from_a_replacement_is_not_lost_on_the_way_back() -> None:
+    patched = MLPS.apply(build_tiny(tiny_llama_config()))
+    patched.model.layers[0].mlp.__class__ = type("Derived", (SameMLP,), {})
+    assert [new for _, _, new in report(patched).replaced] == ["SameMLP", "SameMLP"]
+    with pytest.raises(InvalidPatcherError, match=r"mlp is a Derived \(its config says SameMLP\)"):
+        Patcher().apply(patched)
+
+
+class OwnBertOutput(BertOutput):
+    pass
+
+
+class OwnBertIntermediate(BertIntermediate):
+    pass
 
 
 # --- what can't be copied --------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ NOT_HERE = {
     "Name them in tp_plan.": "of transformers before 5.19: tests/distributed/test_tensor_parallel",
     "a name in an f-string, has to be written differently.": "done in tests/codegen/test_renaming",
     "give the class itself as the replacement, derived from what it replaces": "done in tests/spec/test_forward_of",
-    "in whose place it is to run. Give it the parameters of that one.": "done in tests/spec/test_forward_of",
+    "whose place it is to run. Give it the parameters of that one.": "done in tests/spec/test_forward_of",
     "Have it read what the original has": "done in tests/spec/test_forward_of",
     "it can't train. For inference call model.eval()": "done in tests/spec/test_forward_of",
     "that its module has, or a name; write like(": "done in tests/spec/test_like",

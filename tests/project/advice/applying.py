@@ -176,14 +176,17 @@ def a_layer_that_was_added(at: Place) -> Steps:
     assert type(hold(OWN.apply(load(at.llama))).adapter) is LlamaMLP
 
 
-@advice("Apply the patcher first, and change the result.")
+@advice("Undo that, apply the patcher, and change the result.")
 def a_layer_that_was_changed(at: Place) -> Steps:
     def hold(model: Any) -> Any:
         model.model.layers[0].mlp.up_proj.bias = nn.Parameter(torch.ones(96))
         return model
 
-    yield lambda: OWN.apply(hold(load(at.llama)))
-    assert computes_the_same(hold(OWN.apply(load(at.llama))), hold(load(at.llama)))
+    for patcher, before in ((OWN, None), (Patcher(), OWN)):  # there and back
+        model = load(at.llama, before)
+        yield lambda patcher=patcher, model=model: patcher.apply(hold(model))  # type: ignore[misc]
+        model.model.layers[0].mlp.up_proj.bias = None
+        assert computes_the_same(hold(patcher.apply(model)), hold(load(at.llama)))
 
 
 @advice("Remove them, and register them on the result.")
