@@ -110,6 +110,19 @@ class ExpertsConverter(WeightConverter):
         renamed, pattern = super().rename_source_key(source_key)
         return renamed.replace("*", "0"), pattern
 
+    def convert(self, layer_name, model=None, config=None, loading_info=None, **kwargs):
+        """Quantize each layer by itself, as some quantizers take the first of several and drop the others."""
+        operation, self.quantization_operation = self.quantization_operation, None
+        layers = super().convert(layer_name, model, config, loading_info=loading_info, **kwargs)
+        if operation is None:
+            return layers
+        self.quantization_operation, result = operation, {}  # transformers refuses to reverse it
+        shared = {"model": model, "config": config, "missing_keys": loading_info.missing_keys}
+        shared |= {"source_patterns": self.source_patterns, "target_patterns": self.target_patterns}
+        for name, tensors in layers.items():
+            result |= operation.convert({name: tensors}, full_layer_name=name, **shared)
+        return result
+
 
 def converted(model, state_dict, conversions, renamed_first):
     """Convert a state dict: renamings, then at most one converter for each key, or the converter first."""

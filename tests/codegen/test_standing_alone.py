@@ -298,6 +298,21 @@ def test_fused_layers_are_quantized(quantizer: Quantizer, imported: Any, tmp_pat
     torch.testing.assert_close(logits(model), logits(stock), atol=1e-5, rtol=0)
 
 
+@pytest.mark.libraries
+@pytest.mark.parametrize("quantizer", [bnb_int8, torchao_int8, quanto_int8])
+def test_every_layer_of_a_split_stack_is_quantized(quantizer: Quantizer, imported: Any, tmp_path: Path) -> None:
+    """Some quantizers convert the first parameter that they are given: all other experts were random."""
+    folder = tiny.save_tiny(text_config("GptOssConfig", **GPT_OSS), tmp_path / "checkpoint")
+    sequential = Patcher(fusions=["sequential_experts"])
+    module: Any = imported(PatchConfig.from_patcher(sequential, transformers.GptOssForCausalLM))
+    model = module.GptOssForCausalLM.from_pretrained(folder, quantization_config=quantizer())
+    assert all(is_quantized(expert.up_proj) for expert in model.model.layers[0].mlp.experts)
+    patched: Any = transformers.GptOssForCausalLM.from_pretrained(
+        folder, quantization_config=quantizer(), patcher=sequential
+    )
+    torch.testing.assert_close(logits(model), logits(patched), atol=1e-5, rtol=0)
+
+
 def test_a_patcher_on_top_of_a_file(imported: Any, tmp_path: Path) -> None:
     folder = tiny.save_tiny(tiny.tiny_llama_config(), tmp_path / "checkpoint")
     stock = transformers.LlamaForCausalLM.from_pretrained(folder)
