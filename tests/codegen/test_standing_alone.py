@@ -298,6 +298,25 @@ def test_fused_layers_are_quantized(quantizer: Quantizer, imported: Any, tmp_pat
     torch.testing.assert_close(logits(model), logits(stock), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if "sequential_experts" in CASES[case][2]])
+def test_a_state_dict_of_the_original_and_one_of_a_checkpoint_are_loaded(
+    case: str, imported: Any, tmp_path: Path
+) -> None:
+    """The original's parameters are stacks where a checkpoint has each expert by itself."""
+    name, make, fusions, _ = CASES[case]
+    cls: Any = getattr(transformers, name)
+    folder = tiny.save_tiny(make(), tmp_path / "checkpoint", model_class=cls)
+    module: Any = imported(PatchConfig.from_patcher(Patcher(fusions=fusions), cls, config=make()))
+    model = getattr(module, name).from_pretrained(folder)
+    expected = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    for given in (cls.from_pretrained(folder).state_dict(), load_file(folder / "model.safetensors"), expected):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert not any(model.load_state_dict(given))
+        assert all(torch.equal(tensor, expected[key]) for key, tensor in model.state_dict().items())
+
+
 @pytest.mark.libraries
 @pytest.mark.parametrize("quantizer", [bnb_int8, torchao_int8, quanto_int8])
 def test_every_layer_of_a_split_stack_is_quantized(quantizer: Quantizer, imported: Any, tmp_path: Path) -> None:
