@@ -341,10 +341,10 @@ class LinearPatchEmbedding(nn.Module):
     @property
     def weight(self):
         weight = self.linear.weight
-        if weight.dtype.itemsize == 1 or type(weight) is not nn.Parameter:  # quantized
-            return torch.empty((), dtype=self.dtype, device=weight.device).expand(self.kernel_shape)
-        kernel = weight.view(self.kernel_shape)
-        kernel._is_hf_initialized = getattr(weight, "_is_hf_initialized", False)
+        is_quantized = weight.dtype.itemsize == 1 or type(weight) is not nn.Parameter
+        whole = torch.empty((), dtype=self.dtype, device=weight.device) if is_quantized else weight
+        kernel = whole.expand(self.kernel_shape) if is_quantized else weight.view(self.kernel_shape)
+        kernel._is_hf_initialized = is_quantized or getattr(weight, "_is_hf_initialized", False)
         return kernel
 
     @property

@@ -332,6 +332,26 @@ def test_every_layer_of_a_split_stack_is_quantized(quantizer: Quantizer, importe
     torch.testing.assert_close(logits(model), logits(patched), atol=1e-5, rtol=0)
 
 
+@pytest.mark.libraries
+@pytest.mark.parametrize("quantizer", [bnb_int8, quanto_int8])
+def test_a_quantized_patch_embedding_is_not_initialized(quantizer: Quantizer, imported: Any, tmp_path: Path) -> None:
+    """CLIP initializes the kernel from the module around it, which is no real tensor where the layer is quantized."""
+    folder = tiny.save_tiny(clip(), tmp_path / "checkpoint", model_class=transformers.CLIPModel)
+    patcher = Patcher(fusions=["patch_embeddings"])
+    module: Any = imported(PatchConfig.from_patcher(patcher, transformers.CLIPModel))
+    model = module.CLIPModel.from_pretrained(folder, quantization_config=quantizer())
+    patched: Any = transformers.CLIPModel.from_pretrained(folder, quantization_config=quantizer(), patcher=patcher)
+    stock: Any = transformers.CLIPModel.from_pretrained(folder)
+    found, same, near = (logits_of_pairs(each) for each in (model, patched, stock))
+    torch.testing.assert_close(found, same, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found, near, atol=0.05, rtol=0)
+
+
+def logits_of_pairs(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**PAIRS).logits_per_image  # type: ignore[no-any-return]
+
+
 def test_a_patcher_on_top_of_a_file(imported: Any, tmp_path: Path) -> None:
     folder = tiny.save_tiny(tiny.tiny_llama_config(), tmp_path / "checkpoint")
     stock = transformers.LlamaForCausalLM.from_pretrained(folder)
