@@ -110,6 +110,19 @@ class ExpertsConverter(WeightConverter):
         renamed, pattern = super().rename_source_key(source_key)
         return renamed.replace("*", "0"), pattern
 
+    def convert(self, layer_name, model=None, config=None, loading_info=None, **kwargs):
+        """Quantize each layer by itself, as some quantizers take the first of several and drop the others."""
+        operation, self.quantization_operation = self.quantization_operation, None
+        layers = super().convert(layer_name, model, config, loading_info=loading_info, **kwargs)
+        if operation is None:
+            return layers
+        self.quantization_operation, result = operation, {}  # transformers refuses to reverse it
+        shared = {"model": model, "config": config, "missing_keys": loading_info.missing_keys}
+        shared |= {"source_patterns": self.source_patterns, "target_patterns": self.target_patterns}
+        for name, tensors in layers.items():
+            result |= operation.convert({name: tensors}, full_layer_name=name, **shared)
+        return result
+
 
 def converted(model, state_dict, conversions, renamed_first):
     """Convert a state dict: renamings, then at most one converter for each key, or the converter first."""
@@ -220,12 +233,24 @@ class OriginalCheckpoints:
 class ConvertedCheckpoints(OriginalCheckpoints):
     """Models of an original that converts checkpoints itself, so these aren't sorted by their own names."""
 
+    def conversions_of_original(self, kind):
+        """Return the conversions of a kind that make parameters of the original of a checkpoint."""
+        mappings = (get_checkpoint_conversion_mapping(key) or () for key in STOCK_CONVERSIONS)
+        conversions = [item for mapping in mappings for item in mapping if isinstance(item, kind)]
+        return [item for item in conversions if not item.source_patterns[0].startswith("^")]
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        """Load parameters of the original too, as those of a checkpoint."""
+        names, converters = self.state_dict().keys(), self.conversions_of_original(WeightConverter)
+        renaming = [item for item in converters if item.source_patterns != item.target_patterns]
+        back = [item.reverse_transform() for item in reversed(renaming)]
+        others = {key: tensor for key, tensor in state_dict.items() if key not in names}
+        own = {key: tensor for key, tensor in state_dict.items() if key in names}
+        return super().load_state_dict(own | converted(self, others, back, renamed_first=False), *args, **kwargs)
+
     def in_original_order(self, state_dict):
         """Sort a checkpoint by the original's parameters, as the original does when it saves."""
-        mappings = (get_checkpoint_conversion_mapping(key) or () for key in STOCK_CONVERSIONS)
-        conversions = [item for mapping in mappings for item in mapping if not item.source_patterns[0].startswith("^")]
-        renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
-        converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+        renamings, converters = map(self.conversions_of_original, (WeightRenaming, WeightConverter))
         targets = {pattern: item.target_patterns for item in converters for pattern in item.source_patterns}
 
         def position(key):
@@ -316,10 +341,10 @@ class LinearPatchEmbedding(nn.Module):
     @property
     def weight(self):
         weight = self.linear.weight
-        if weight.dtype.itemsize == 1 or type(weight) is not nn.Parameter:  # quantized
-            return torch.empty((), dtype=self.dtype, device=weight.device).expand(self.kernel_shape)
-        kernel = weight.view(self.kernel_shape)
-        kernel._is_hf_initialized = getattr(weight, "_is_hf_initialized", False)
+        is_quantized = weight.dtype.itemsize == 1 or type(weight) is not nn.Parameter
+        whole = torch.empty((), dtype=self.dtype, device=weight.device) if is_quantized else weight
+        kernel = whole.expand(self.kernel_shape) if is_quantized else weight.view(self.kernel_shape)
+        kernel._is_hf_initialized = is_quantized or getattr(weight, "_is_hf_initialized", False)
         return kernel
 
     @property

@@ -330,7 +330,8 @@ class Graph:
     def _written_in(self, namespace: dict[str, Any]) -> frozenset[str]:
         """Return the global names that functions of a module bind, which a copy of the namespace would not see."""
         if id(namespace) not in self._written:
-            values = list(namespace.values())
+            # Modules aside: torch.classes raises for attributes.
+            values = [value for value in namespace.values() if not isinstance(value, ModuleType)]
             for cls in namespace.values():
                 if isinstance(cls, type) and getattr(cls, "__module__", "") == namespace.get("__name__"):
                     values += own_members(cls).values()

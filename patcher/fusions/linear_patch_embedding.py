@@ -66,7 +66,9 @@ class LinearPatchEmbedding(standing_alone.LinearPatchEmbedding):
             # A quantized weight may not have a view of another shape: return a placeholder.
             is_real = weight.is_floating_point() and weight.dtype.itemsize > 1
             dtype = weight.dtype if is_real else self.dtype
-            return torch.empty((), dtype=dtype, device=weight.device).expand(shape)
+            kernel = torch.empty((), dtype=dtype, device=weight.device).expand(shape)
+            kernel._is_hf_initialized = True  # type: ignore[attr-defined]  # or a model around it would write into it
+            return kernel
         return view_of(weight, lambda tensor: tensor.view(shape), f"{type(self).__name__}.weight is its linear.weight")
 
     def __setattr__(self, name: str, value: Any) -> None:

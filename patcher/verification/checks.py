@@ -122,8 +122,8 @@ class Run:
                 stage: Stage = getattr(self, name)()
                 return stage
         except NoInputsError as error:  # what wasn't compared doesn't pass
-            text = "stock runs on none of the inputs that were tried"
-            return Stage(name, False, message=f"{text}; the first error: {error}")
+            text = f"{self.reference} runs on none of the inputs that were tried; the first error: {error}"
+            return Stage(name, False, message=text)
         except UncheckedError as error:
             return Stage(name, True, message=f"not checked: {error}", checked=False)
         except Exception as error:  # the stock model didn't raise, or the stage would be unchecked
@@ -142,6 +142,11 @@ class Run:
             return not run.stage(name).passed
         with torch.no_grad():
             return bool(run.pair.beside(self.failing, self.tolerance)[1])
+
+    @property
+    def reference(self) -> str:
+        """The name of the model that is compared with, in messages."""
+        return "stock" if self.theirs.patcher is None else self.theirs.name
 
     @property
     def tolerance(self) -> float:
@@ -174,8 +179,8 @@ class Run:
         try:
             stock = self._load(sides[0], **more)
         except Exception as error:
-            raise UncheckedError(f"stock raises {error_text(error)}") from None
-        return Pair(stock, self._load(sides[1], **more), self.mine.name)
+            raise UncheckedError(f"{self.reference} raises {error_text(error)}") from None
+        return Pair(stock, self._load(sides[1], **more), self.mine.name, self.reference)
 
     @cached_property
     def inputs(self) -> tuple[dict[str, Pass], list[Reference], list[Reference]]:
@@ -185,7 +190,7 @@ class Run:
         texts = {run.name: run for run in text_passes(stock, token_rows(stock, processor, self.seed))}
         with recording_calls(stock, reached):
             simple = list(self.pair.references([texts.pop(name) for name in FEW if name in texts], few=False))
-        chosen = chosen_passes(stock, processed(stock, processor), reached)
+        chosen = chosen_passes(stock, processed(stock, processor), reached if simple else ())  # else it raised later
         others = list(self.pair.references(chosen, few=False))
         return _by_name(simple) | (texts if simple else {}) | _by_name(others), simple, others
 
@@ -204,7 +209,7 @@ class Run:
     def load(self) -> Stage:
         """Load the patched model; the stock one is loaded already."""
         ours = self._load(self.mine)
-        self.pair = Pair(self.stock, ours, self.mine.name)
+        self.pair = Pair(self.stock, ours, self.mine.name, self.reference)
         record = record_of(ours)
         modules = {item.path: (item.original, item.replacement) for item in (record.modules if record else ())}
         self.replaced, self.patched = len(modules), {*modules, *differing_modules(self.stock, ours)}
@@ -309,7 +314,7 @@ class Run:
         try:
             tokens = stock.generate(**prompt).tolist()
         except Exception as error:
-            raise UncheckedError(f"stock raises {error_text(error)}") from None
+            raise UncheckedError(f"{self.reference} raises {error_text(error)}") from None
         prompt |= {"prefix_allowed_tokens_fn": lambda row, ids: [tokens[row][len(ids)]]}
         prompt |= {"output_logits": True, "return_dict_in_generate": True}
         run = Pass("generate", prompt, title=f"{NEW_TOKENS} tokens after {texts[0].name}")

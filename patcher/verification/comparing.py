@@ -101,8 +101,8 @@ class Pair:
         failing: the first run of the last comparison that differs.
     """
 
-    def __init__(self, stock: Any, ours: Any, name: str = "the patched model") -> None:
-        self.stock, self.ours, self.name = stock, ours, name
+    def __init__(self, stock: Any, ours: Any, name: str = "the patched model", reference: str = "stock") -> None:
+        self.stock, self.ours, self.name, self.reference = stock, ours, name, reference
         self.stacks = list(_stacks_of(stock, ours))
         self.refusal = ""
         self.failing: Reference | None = None
@@ -172,7 +172,7 @@ class Pair:
                 message = f"on {prefix}{reference.run.name} {text}"
             wrong += [reference.run.name] if text else []
         if not gaps:
-            raise UncheckedError(f"stock raises {self.refusal}")
+            raise UncheckedError(f"{self.reference} raises {self.refusal}")
         if wrong[1:]:
             shown = ", ".join(wrong[1:4]) + (", ..." if len(wrong) > 4 else "")
             message += f"; {len(wrong) - 1} of the {len(gaps) - 1} other inputs differ too: {shown}"

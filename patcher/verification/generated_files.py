@@ -131,6 +131,7 @@ def verify(
 
     Raises:
         CodegenError: the file can't be generated or imported, or has no such model.
+        InvalidPatcherError: a tolerance that nothing can meet.
     """
     started = time.perf_counter()
     generated = build(config)
@@ -166,7 +167,7 @@ def verify(
                 allowed = math.inf if tolerance is None else tolerance
                 if patcher is not None:
                     try:
-                        runtime = Side(stock, checkpoint, patcher=patcher)
+                        runtime = Side(stock, checkpoint, patcher=patcher, name="the runtime patch")
                         exact.append(compare(runtime, file, stages=_STAGES[:-1], quick=True, tolerance=0.0))
                     except UnmatchedPatchError:  # of parts that this model doesn't have
                         allowed = 0.0

@@ -30,7 +30,7 @@ from patcher.verification.inputs import chosen_passes, processed, processor_of
 from patcher.verification.members import members_of, only
 from patcher.verification.passes import device_of, difference, fitted, floating_tensors, parameters_of
 from patcher.verification.sides import Side
-from patcher.verification.texts import batch, token_rows
+from patcher.verification.texts import batch, text_config_of, token_rows
 from patcher.verification.verify import verify
 
 #: The measures, in this order.
@@ -204,7 +204,7 @@ def batches_of(model: Any, side: Side, seconds: float, seed: int) -> list[dict[s
     processor = processor_of(side.folder, side.options)
     if "input_ids" in parameters_of(model):
         rows = token_rows(model, processor, seed)
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        limit = getattr(text_config_of(model.config), "max_position_embeddings", None)
         longest = limit - STEPS if isinstance(limit, int) and limit > STEPS else _LENGTHS[0]
 
         def prompts(length: int, count: int) -> dict[str, Any]:

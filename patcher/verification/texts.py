@@ -104,7 +104,7 @@ def batch(rows: list[list[int]], sizes: list[int]) -> torch.Tensor:
 
 def _padded(ids: torch.Tensor, sizes: list[int], config: Any, *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Replace all but `sizes` tokens of each row by padding, and return the mask too."""
-    pad = getattr(config.get_text_config(), "pad_token_id", None)
+    pad = getattr(text_config_of(config), "pad_token_id", None)
     indices, lengths = torch.arange(ids.shape[1]), torch.tensor(sizes)[:, None]
     mask = (indices >= ids.shape[1] - lengths) if left else (indices < lengths)
     return ids.masked_fill(~mask, max(pad, 0) if isinstance(pad, int) else 0), mask.long()
@@ -112,7 +112,7 @@ def _padded(ids: torch.Tensor, sizes: list[int], config: Any, *, left: bool) -> 
 
 def token_rows(stock: PreTrainedModel, processor: Any, seed: int) -> list[list[int]]:
     """Return three rows of token ids as long as the longest run: English if there is a tokenizer, else random ids."""
-    text = stock.config.get_text_config()
+    text = text_config_of(stock.config)
     vocabulary = getattr(text, "vocab_size", None) or 100
     longest = max([LONG, *(size + 40 for size in windows_of(stock.config).values() if size <= 512)])
     limit = getattr(text, "max_position_embeddings", None)
@@ -143,6 +143,11 @@ def _english(tokenizer: Any, length: int) -> list[list[int]]:
         rows = [tokenizer(text, add_special_tokens=False)["input_ids"][:length] for text in texts]
         return rows if all(len(row) == length for row in rows) else []
     return []
+
+
+def text_config_of(config: PretrainedConfig) -> Any:
+    """Return the config of the part that takes token ids; a decoder beside a text encoder may compute other things."""
+    return getattr(config, "text_encoder", None) or config.get_text_config()
 
 
 def parts_of(config: PretrainedConfig, path: str = "") -> Iterator[tuple[str, PretrainedConfig]]:
@@ -246,7 +251,7 @@ def _values(stock: Any, arguments: dict[str, Any], name: str, annotation: str) -
     # By the annotation alone: tensors of every usual shape. The model refuses unsuitable ones.
     generator = torch.Generator().manual_seed(1)
     rows, length = first.shape[0], first.shape[1] if first.dim() > 1 else 1
-    width = getattr(stock.config.get_text_config(), "hidden_size", None) or 1
+    width = getattr(text_config_of(stock.config), "hidden_size", None) or 1
     for shape in ((rows, length), (rows,), (rows, length, width), (1, length), (rows, 1)):
         size = torch.Size(shape)
         if "Float" not in annotation and len(shape) < 3:

@@ -284,12 +284,12 @@ def compare(
         options: keyword arguments of `from_pretrained` for both, such as `trust_remote_code=True`.
 
     Raises:
-        InvalidPatcherError: neither a model nor a repo id or folder.
+        InvalidPatcherError: neither a model nor a repo id or folder, or a tolerance that nothing can meet.
     """
     theirs, mine = (_side(model, options) for model in (first, second))
     models = [side.model for side in (theirs, mine) if side.model is not None]
     dtype = dtype or (models[0].dtype if models else torch.float32)
-    names = _checked(dtype, stages, quick)
+    names = _checked(dtype, stages, quick, tolerance)
     with isolated("comparing", seed, names, progress) as (scratch, step), _restored(models):
         run = Run(theirs, mine, dtype, seed, scratch, step, quick, tolerance)
         result = _verification(run, names, f"the model {mine.place}")
@@ -336,11 +336,15 @@ def _side(model: Any, options: dict[str, Any]) -> Side:
     return replace(side_of(model, options, Path(), 0), name=str(model))
 
 
-def _checked(dtype: torch.dtype, stages: Iterable[str] | None, quick: bool) -> tuple[str, ...]:
+def _checked(
+    dtype: torch.dtype, stages: Iterable[str] | None, quick: bool, tolerance: float | None = None
+) -> tuple[str, ...]:
     if dtype not in TOLERANCES:
         raise InvalidPatcherError(
             f"dtype={dtype!r} can't be compared; write one of {', '.join(map(str, TOLERANCES))}."
         )
+    if tolerance is not None and not tolerance >= 0:  # nan too
+        raise InvalidPatcherError(f"tolerance={tolerance!r} can't be met; write 0, for bitwise equality, or more.")
     install()
     return stages_of(stages, quick)
 

@@ -298,6 +298,60 @@ def test_fused_layers_are_quantized(quantizer: Quantizer, imported: Any, tmp_pat
     torch.testing.assert_close(logits(model), logits(stock), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if "sequential_experts" in CASES[case][2]])
+def test_a_state_dict_of_the_original_and_one_of_a_checkpoint_are_loaded(
+    case: str, imported: Any, tmp_path: Path
+) -> None:
+    """The original's parameters are stacks where a checkpoint has each expert by itself."""
+    name, make, fusions, _ = CASES[case]
+    cls: Any = getattr(transformers, name)
+    folder = tiny.save_tiny(make(), tmp_path / "checkpoint", model_class=cls)
+    module: Any = imported(PatchConfig.from_patcher(Patcher(fusions=fusions), cls, config=make()))
+    model = getattr(module, name).from_pretrained(folder)
+    expected = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    for given in (cls.from_pretrained(folder).state_dict(), load_file(folder / "model.safetensors"), expected):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert not any(model.load_state_dict(given))
+        assert all(torch.equal(tensor, expected[key]) for key, tensor in model.state_dict().items())
+
+
+@pytest.mark.libraries
+@pytest.mark.parametrize("quantizer", [bnb_int8, torchao_int8, quanto_int8])
+def test_every_layer_of_a_split_stack_is_quantized(quantizer: Quantizer, imported: Any, tmp_path: Path) -> None:
+    """Some quantizers convert the first parameter that they are given: all other experts were random."""
+    folder = tiny.save_tiny(text_config("GptOssConfig", **GPT_OSS), tmp_path / "checkpoint")
+    sequential = Patcher(fusions=["sequential_experts"])
+    module: Any = imported(PatchConfig.from_patcher(sequential, transformers.GptOssForCausalLM))
+    model = module.GptOssForCausalLM.from_pretrained(folder, quantization_config=quantizer())
+    assert all(is_quantized(expert.up_proj) for expert in model.model.layers[0].mlp.experts)
+    patched: Any = transformers.GptOssForCausalLM.from_pretrained(
+        folder, quantization_config=quantizer(), patcher=sequential
+    )
+    torch.testing.assert_close(logits(model), logits(patched), atol=1e-5, rtol=0)
+
+
+@pytest.mark.libraries
+@pytest.mark.parametrize("quantizer", [bnb_int8, quanto_int8])
+def test_a_quantized_patch_embedding_is_not_initialized(quantizer: Quantizer, imported: Any, tmp_path: Path) -> None:
+    """CLIP initializes the kernel from the module around it, which is no real tensor where the layer is quantized."""
+    folder = tiny.save_tiny(clip(), tmp_path / "checkpoint", model_class=transformers.CLIPModel)
+    patcher = Patcher(fusions=["patch_embeddings"])
+    module: Any = imported(PatchConfig.from_patcher(patcher, transformers.CLIPModel))
+    model = module.CLIPModel.from_pretrained(folder, quantization_config=quantizer())
+    patched: Any = transformers.CLIPModel.from_pretrained(folder, quantization_config=quantizer(), patcher=patcher)
+    stock: Any = transformers.CLIPModel.from_pretrained(folder)
+    found, same, near = (logits_of_pairs(each) for each in (model, patched, stock))
+    torch.testing.assert_close(found, same, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found, near, atol=0.05, rtol=0)
+
+
+def logits_of_pairs(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**PAIRS).logits_per_image  # type: ignore[no-any-return]
+
+
 def test_a_patcher_on_top_of_a_file(imported: Any, tmp_path: Path) -> None:
     folder = tiny.save_tiny(tiny.tiny_llama_config(), tmp_path / "checkpoint")
     stock = transformers.LlamaForCausalLM.from_pretrained(folder)

@@ -33,6 +33,11 @@ def plain_rope(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> An
     return q * cos.unsqueeze(unsqueeze_dim), k * cos.unsqueeze(unsqueeze_dim)
 
 
+def unturned(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    """In images: no rotation at all."""
+    return q, k
+
+
 def writing_rope(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
     """Writes into what it is given."""
     return q.mul_(2), k

@@ -254,6 +254,17 @@ class OwnAttention(LlamaAttention):
         return super().forward(*args, **kwargs)
 
 
+def test_a_part_that_from_config_builds() -> None:
+    """Its code leads to functions of torch itself, beside which `torch.classes` raises for an unknown attribute."""
+    model: Any = shared.stock(tiny.tiny_qwen2_vl_config(), Qwen2VLForConditionalGeneration)
+    folder = shared.checkpoint(model.config)
+    mapping = {"apply_rotary_pos_emb_vision": functions.unturned}
+    patched = Qwen2VLForConditionalGeneration.from_pretrained(folder, patcher=Patcher(function_mapping=mapping))
+    inputs = tiny.tiny_inputs(model.config)
+    with torch.no_grad():
+        assert not torch.equal(patched.eval()(**inputs).logits, model(**inputs).logits)
+
+
 def test_with_a_class_mapping(folder: Path, stock: Any) -> None:
     model = load(folder, ROPE.replace(class_mapping={"LlamaAttention": OwnAttention}))
     assert same(model, stock)

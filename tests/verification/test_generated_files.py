@@ -96,6 +96,15 @@ def test_what_is_wrong_is_told(case: str) -> None:
         found.raise_on_failure()
 
 
+def test_an_error_of_the_runtime_patch_is_not_said_to_be_that_of_stock() -> None:
+    both = "def forward(self, x):\n    raise ValueError('in both')\n"
+    found = verify(llama(("override_method", "LlamaMLP.forward", both)), model_config=small())
+    text = (
+        "outputs: the runtime patch runs on none of the inputs that were tried; the first error: ValueError: in both"
+    )
+    assert text in found.failures[0]
+
+
 def test_patches_that_never_ran_are_told_and_may_pass() -> None:
     config = llama(RIGHT, UNUSED)
     found = verify(config, model_class="LlamaForCausalLM", model_config=small())
@@ -161,6 +170,9 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert wrong.exit_code == 1
     assert json.loads(wrong.stdout)[0]["passed"] is False
     assert CliRunner().invoke(app, ["codegen", "verify", str(tmp_path / "none.py")]).exit_code == 1
+    impossible = CliRunner().invoke(app, [*command, "--tolerance", "-1"])
+    assert impossible.exit_code == 2
+    assert "error: tolerance=-1.0 can't be met; write 0, for bitwise equality, or more." in impossible.output
 
 
 def test_an_architecture_whose_sizes_depend_on_each_other_needs_a_config() -> None:

@@ -11,7 +11,16 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import nn
-from transformers import BartConfig, Concatenate, EsmForMaskedLM, LlamaForCausalLM, WeightConverter, WhisperConfig
+from transformers import (
+    BartConfig,
+    Concatenate,
+    EsmForMaskedLM,
+    LlamaForCausalLM,
+    MusicgenConfig,
+    MusicgenForConditionalGeneration,
+    WeightConverter,
+    WhisperConfig,
+)
 from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.whisper.modeling_whisper import WhisperAttention
@@ -261,6 +270,25 @@ def test_a_sound_of_the_length_that_the_config_says() -> None:
     verify(config, Patcher(fusions=["siblings"]), quick=True).raise_on_failure()
 
 
+def test_a_text_encoder_beside_a_decoder_that_computes_sounds() -> None:
+    """`get_text_config()` of such a config raises, since both are called text configs."""
+    config = next(small_configs(MusicgenConfig))
+    found = verify(config, Patcher(fusions=["qkv"]), quick=True, model_class=MusicgenForConditionalGeneration)
+    found.raise_on_failure()
+
+
+def test_a_model_that_raises_on_every_input_is_not_passed(llama: Path) -> None:
+    """All of its layers ran before."""
+    stock, other = (LlamaForCausalLM.from_pretrained(llama) for _ in range(2))
+
+    def fail(*_: Any) -> None:
+        raise ValueError("late")
+
+    stock.model.register_forward_hook(fail)
+    found = compare(stock, other, quick=True)
+    assert "stock runs on none of the inputs that were tried; the first error: ValueError: late" in found.failures[0]
+
+
 def test_how_far_models_may_be_apart_can_be_said(llama: Path) -> None:
     stock, other = (LlamaForCausalLM.from_pretrained(llama) for _ in range(2))
     with torch.no_grad():
@@ -317,5 +345,8 @@ def test_a_stage_that_is_not_there_is_said() -> None:
     wrapper = nn.Sequential(build_tiny(LLAMA))
     with pytest.raises(InvalidPatcherError, match="takes a PreTrainedModel, found a Sequential; pass the model"):
         compare(wrapper, wrapper)
+    for tolerance in (-1.0, float("nan")):
+        with pytest.raises(InvalidPatcherError, match=rf"tolerance={tolerance} can't be met; write 0, for bitwise"):
+            compare(build_tiny(LLAMA), build_tiny(LLAMA), quick=True, tolerance=tolerance)
     with pytest.raises(InvalidPatcherError, match=r"compare takes models, repo ids and folders, found 3 \(int\)"):
         compare(3, 4)

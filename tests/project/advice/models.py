@@ -152,6 +152,12 @@ def a_dtype_that_is_none(at: Place) -> Steps:
         assert eval(name, {"torch": torch}).is_floating_point
 
 
+@advice("tolerance={} can't be met; write 0, for bitwise equality, or more.")
+def a_tolerance_below_zero(at: Place) -> Steps:
+    yield lambda: patcher.compare(at.llama, at.llama, quick=True, tolerance=-1.0)
+    assert patcher.compare(at.llama, at.llama, quick=True, tolerance=0.0).passed
+
+
 # --- the command line ----------------------------------------------------------------------------------------------
 
 

@@ -226,12 +226,24 @@ class OriginalCheckpoints:
 class ConvertedCheckpoints(OriginalCheckpoints):
     """Models of an original that converts checkpoints itself, so these aren't sorted by their own names."""
 
+    def conversions_of_original(self, kind):
+        """Return the conversions of a kind that make parameters of the original of a checkpoint."""
+        mappings = (get_checkpoint_conversion_mapping(key) or () for key in STOCK_CONVERSIONS)
+        conversions = [item for mapping in mappings for item in mapping if isinstance(item, kind)]
+        return [item for item in conversions if not item.source_patterns[0].startswith("^")]
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        """Load parameters of the original too, as those of a checkpoint."""
+        names, converters = self.state_dict().keys(), self.conversions_of_original(WeightConverter)
+        renaming = [item for item in converters if item.source_patterns != item.target_patterns]
+        back = [item.reverse_transform() for item in reversed(renaming)]
+        others = {key: tensor for key, tensor in state_dict.items() if key not in names}
+        own = {key: tensor for key, tensor in state_dict.items() if key in names}
+        return super().load_state_dict(own | converted(self, others, back, renamed_first=False), *args, **kwargs)
+
     def in_original_order(self, state_dict):
         """Sort a checkpoint by the original's parameters, as the original does when it saves."""
-        mappings = (get_checkpoint_conversion_mapping(key) or () for key in STOCK_CONVERSIONS)
-        conversions = [item for mapping in mappings for item in mapping if not item.source_patterns[0].startswith("^")]
-        renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
-        converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+        renamings, converters = map(self.conversions_of_original, (WeightRenaming, WeightConverter))
         targets = {pattern: item.target_patterns for item in converters for pattern in item.source_patterns}
 
         def position(key):
