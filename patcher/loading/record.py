@@ -18,7 +18,7 @@ from patcher.fusions.base import Fusion
 from patcher.layouts.carried import PickledClass, carried_by
 from patcher.layouts.transforms import select_conversions
 from patcher.loading.routes import Route
-from patcher.patterns import inside
+from patcher.patterns import in_state_dict, inside
 from patcher.spec.patcher import Patcher
 
 RECORD = "_patcher_record"
@@ -160,9 +160,10 @@ def patched_now(model: nn.Module) -> PatchRecord | None:
     """
     record, modules = joined_record(model), list[PatchedModule]()
     known = {item.path: item for item in record.modules} if record is not None else {}
-    for path, module in named_modules(model):
+    for name, module in named_modules(model):
         if (original := original_class(module)) is not None:
-            item, cls = known.pop(path, None), unrebound(type(module))
+            path, cls = in_state_dict(name), unrebound(type(module))
+            item = known.pop(path, None)
             if item is None or not issubclass(cls, item.replacement):  # other tools derive classes from it
                 item = PatchedModule(path, original, cls, fusion=getattr(carried_by(module), "fusion", None))
             modules.append(item)

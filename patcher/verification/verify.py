@@ -235,7 +235,8 @@ def verify(
         options: more keyword arguments of `from_pretrained`.
 
     Raises:
-        InvalidPatcherError: not a patcher, not a model that can be verified, or an unknown stage.
+        InvalidPatcherError: not a patcher, not a model that can be verified, an unknown stage, or only stages that
+            compare nothing of this model.
     """
     if not isinstance(patcher, Patcher):
         raise not_a_patcher("verify(model, {})", patcher)
@@ -300,6 +301,9 @@ def _verification(run: Run, names: Iterable[str], patcher: str) -> Verification:
     """Run the stages, and look for the member of the patcher that causes a failure."""
     started = time.perf_counter()
     stages = tuple(run.stages(names))
+    if all(stage.passed and (stage.name == "load" or not stage.checked) for stage in stages):
+        reasons = "".join(f"\n  {stage.name}: {stage.message}" for stage in stages if stage.message)
+        raise InvalidPatcherError(f"These stages compare nothing; name others, or leave stages= out.{reasons}")
     guilty = None
     if run.mine.patcher is not None and not run.missed and not all(stage.passed for stage in stages):
         run.step("which member it is")

@@ -339,6 +339,14 @@ def test_wrong_use_raises(arguments: Any, message: str) -> None:
         verify(model, patcher, **({"dtype": dtype[0]} if dtype else {}))
 
 
+@pytest.mark.parametrize("stages", [[], ["load"], ["windows"]], ids=str)
+def test_stages_that_compare_nothing_do_not_pass(llama: Path, stages: list[str]) -> None:
+    reason = r"\n  windows: not checked: the config has no window" if "windows" in stages else "$"
+    with pytest.raises(InvalidPatcherError, match=f"compare nothing; name others, or leave stages= out.{reason}"):
+        verify(llama, OWN, stages=stages)
+    assert verify(llama, OWN, stages=[*stages, "outputs"])
+
+
 def test_a_stage_that_is_not_there_is_said() -> None:
     with pytest.raises(InvalidPatcherError, match=r"stages='saves': there is no such stage; did you mean 'save'"):
         verify(LLAMA, OWN, stages=["saves"])
