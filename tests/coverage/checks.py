@@ -200,7 +200,7 @@ def _row(family: str, reference: Reference) -> dict[str, Any]:
             Counter(cls.__name__ for path, cls in resolution.original_classes.items() if path in fused)
         )
         refused = resolution.refused
-        reasons = Counter(refused.get(path) or _untold(family, path, reference) for path in expected - fused)
+        reasons = Counter(refused.get(path) or _untold(family, path, reference) for path in sorted(expected - fused))
         row["left"] = dict(Counter(reason for path, reason in refused.items() if path not in expected))
         if wrong := fused & unlike:
             return row | {"status": "WRONG", "reason": f"fused, but stock shows otherwise: {sorted(wrong)[:3]}"}

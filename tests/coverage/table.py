@@ -93,7 +93,7 @@ def page(results: list[dict[str, Any]], families: Sequence[str]) -> str:
     )
     lines += _table(
         ["family", "reason", "architectures"],
-        [[family, reason, str(count)] for (family, reason), count in sorted(left.items(), key=lambda it: -it[1])],
+        [[family, reason, str(-count)] for count, family, reason in sorted((-n, *key) for key, n in left.items())],
     )
     lines += ["", "## What was not examined", ""]
     lines += _table(
