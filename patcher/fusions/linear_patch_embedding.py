@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from patcher.compat import standing_alone
+from patcher.compat.models import mark_initialized
 from patcher.errors import PatchConflictError
 from patcher.fusions import more_than_a_weight_and_bias, view_of
 
@@ -67,7 +68,7 @@ class LinearPatchEmbedding(standing_alone.LinearPatchEmbedding):
             is_real = weight.is_floating_point() and weight.dtype.itemsize > 1
             dtype = weight.dtype if is_real else self.dtype
             kernel = torch.empty((), dtype=dtype, device=weight.device).expand(shape)
-            kernel._is_hf_initialized = True  # type: ignore[attr-defined]  # or a model around it would write into it
+            mark_initialized(kernel)  # or a model around it would write into it
             return kernel
         return view_of(weight, lambda tensor: tensor.view(shape), f"{type(self).__name__}.weight is its linear.weight")
 
