@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 from html.parser import HTMLParser
 from pathlib import Path
@@ -378,8 +379,9 @@ def test_html_shows_what_the_terminal_shows(joined: Report) -> None:
         assert not gap or name.split(" ")[0].strip(",") in " ".join(texts)
 
 
+@pytest.mark.libraries
 def test_as_text_a_notebook_shows_what_print_does(joined: Report, llama: Path) -> None:
-    formatter = pytest.importorskip("IPython.core.formatters").DisplayFormatter()
+    formatter: Any = importlib.import_module("IPython.core.formatters").DisplayFormatter()
     for shown in (joined, plan(llama, JOINED), diff(llama, JOINED)):
         texts = formatter.format(shown)[0]
         assert (texts["text/plain"], texts["text/html"]) == (str(shown), shown._repr_html_())

@@ -14,10 +14,13 @@ from torch import nn
 from transformers import (
     BartConfig,
     Concatenate,
+    EncodecConfig,
     EsmForMaskedLM,
     LlamaForCausalLM,
     MusicgenConfig,
+    MusicgenDecoderConfig,
     MusicgenForConditionalGeneration,
+    T5Config,
     WeightConverter,
     WhisperConfig,
 )
@@ -272,7 +275,8 @@ def test_a_sound_of_the_length_that_the_config_says() -> None:
 
 def test_a_text_encoder_beside_a_decoder_that_computes_sounds() -> None:
     """`get_text_config()` of such a config raises, since both are called text configs."""
-    config = next(small_configs(MusicgenConfig))
+    kinds = {"text_encoder": T5Config, "audio_encoder": EncodecConfig, "decoder": MusicgenDecoderConfig}
+    config = MusicgenConfig(**{name: next(small_configs(kind)) for name, kind in kinds.items()})
     found = verify(config, Patcher(fusions=["qkv"]), quick=True, model_class=MusicgenForConditionalGeneration)
     found.raise_on_failure()
 
