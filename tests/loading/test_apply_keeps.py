@@ -460,10 +460,13 @@ def test_a_replaced_model_has_it_and_so_has_the_model_after_the_way_back(name: s
         (backward_hook, r"mlp has hooks \(_backward_hooks\)"),
         (
             method,
-            r"mlp\.forward was changed since the model was constructed, .* Undo that, apply the patcher",
+            r"mlp\.forward was changed since the model was constructed, .* Undo that, apply the patcher, and change",
         ),
         (method_of_a_part, r"up_proj\.forward was changed"),
-        (other_class, r"mlp is a DoubledMLP \(its config says LlamaMLP\), .* Undo that, apply the patcher"),
+        (
+            other_class,
+            r"mlp is a DoubledMLP \(its config says LlamaMLP\), .* Undo that, apply the patcher, and change",
+        ),
         (other_layer, r"up_proj is a Sequential \(its config says Linear\)"),
         (parametrization, r"down_proj is a ParametrizedLinear \(its config says Linear\)"),
         (dtypes, "can't convert weights of several dtypes|has hooks"),
