@@ -159,9 +159,13 @@ class OriginalCheckpoints:
         names = self.state_dict().keys()
         if others := {key: tensor for key, tensor in state_dict.items() if key not in names}:
             own = {key: tensor for key, tensor in state_dict.items() if key in names}
-            conversions = get_model_conversion_mapping(self, add_legacy=False)
-            state_dict = own | converted(self, others, conversions, renamed_first=True)
+            state_dict = own | self.in_own_layout(others)
         return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def in_own_layout(self, state_dict):
+        """Convert a checkpoint of the original, as a load does."""
+        conversions = get_model_conversion_mapping(self, add_legacy=False)
+        return converted(self, state_dict, conversions, renamed_first=True)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         """Raise for layers of the original, such as those of an adapter, which torch would ignore."""

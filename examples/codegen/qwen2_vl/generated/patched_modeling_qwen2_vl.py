@@ -119,10 +119,12 @@ class LinearPatchEmbedding(nn.Module):
     @property
     def weight(self):
         weight = self.linear.weight
-        is_quantized = weight.dtype.itemsize == 1 or type(weight) is not nn.Parameter
-        whole = torch.empty((), dtype=self.dtype, device=weight.device) if is_quantized else weight
-        kernel = whole.expand(self.kernel_shape) if is_quantized else weight.view(self.kernel_shape)
-        kernel._is_hf_initialized = is_quantized or getattr(weight, "_is_hf_initialized", False)
+        if weight.dtype.itemsize == 1 or type(weight) is not nn.Parameter:  # quantized
+            kernel = torch.empty((), dtype=self.dtype, device=weight.device).expand(self.kernel_shape)
+            kernel._is_hf_initialized = True
+        else:
+            kernel = weight.view(self.kernel_shape)
+            kernel._is_hf_initialized = getattr(weight, "_is_hf_initialized", False)
         return kernel
 
     @property
@@ -227,9 +229,13 @@ class OriginalCheckpoints:
         names = self.state_dict().keys()
         if others := {key: tensor for key, tensor in state_dict.items() if key not in names}:
             own = {key: tensor for key, tensor in state_dict.items() if key in names}
-            conversions = get_model_conversion_mapping(self, add_legacy=False)
-            state_dict = own | converted(self, others, conversions, renamed_first=True)
+            state_dict = own | self.in_own_layout(others)
         return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def in_own_layout(self, state_dict):
+        """Convert a checkpoint of the original, as a load does."""
+        conversions = get_model_conversion_mapping(self, add_legacy=False)
+        return converted(self, state_dict, conversions, renamed_first=True)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         """Raise for layers of the original, such as those of an adapter, which torch would ignore."""
@@ -295,14 +301,12 @@ class ConvertedCheckpoints(OriginalCheckpoints):
         conversions = [item for mapping in mappings for item in mapping if isinstance(item, kind)]
         return [item for item in conversions if not item.source_patterns[0].startswith("^")]
 
-    def load_state_dict(self, state_dict, *args, **kwargs):
-        """Load parameters of the original too, as those of a checkpoint."""
-        names, converters = self.state_dict().keys(), self.conversions_of_original(WeightConverter)
+    def in_own_layout(self, state_dict):
+        """Convert parameters of the original too, by way of the names of a checkpoint."""
+        converters = self.conversions_of_original(WeightConverter)
         renaming = [item for item in converters if item.source_patterns != item.target_patterns]
         back = [item.reverse_transform() for item in reversed(renaming)]
-        others = {key: tensor for key, tensor in state_dict.items() if key not in names}
-        own = {key: tensor for key, tensor in state_dict.items() if key in names}
-        return super().load_state_dict(own | converted(self, others, back, renamed_first=False), *args, **kwargs)
+        return super().in_own_layout(converted(self, state_dict, back, renamed_first=False))
 
     def in_original_order(self, state_dict):
         """Sort a checkpoint by the original's parameters, as the original does when it saves."""
