@@ -28,6 +28,7 @@ FOLDERS = {
     "identity": "project",
     "libraries": "libraries",
     "llm_compressor": "libraries",
+    "lockstep": "libraries",
     "project": "project",
     "soak": "project",
     "support/adapters.py": "libraries",

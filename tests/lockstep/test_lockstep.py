@@ -1,0 +1,70 @@
+"""A few sequences of `python -m tests.lockstep`; and what is wrong, seen and shortened to its cause."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from patcher import PatchedWeightsError
+from tests.lockstep import operations
+from tests.lockstep.subjects import TINY, Side, Stock
+from tests.lockstep.trials import Trial, Trials
+
+#: Patchers aren't strict here, and most find nothing in some model.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def trials(tmp_path_factory: pytest.TempPathFactory) -> Trials:
+    return Trials(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.mark.parametrize("subject", TINY)
+def test_a_few_sequences(subject: str, trials: Trials) -> None:
+    for seed in range(3):
+        trial = Trial.random(seed, length=4, subjects=[subject])
+        assert trials.failure_of(trial) == "", trial
+
+
+def of_llama(*names: str) -> Trial:
+    return Trial("llama", "qkv, gate_up", tuple((name, 0) for name in names))
+
+
+def test_another_value_is_seen_and_its_operation_named(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    def swapped(side: Side, stock: Stock, choice: Random, seen: dict[str, Any]) -> Any:
+        if side.patcher is not None:
+            with torch.no_grad():
+                joined = side.model.model.layers[0].self_attn.qkv_proj.weight
+                joined[64:128] = joined[64:128].roll(32, 0)  # k and v
+        return side.model
+
+    monkeypatch.setitem(operations.OPERATIONS, "swapped", swapped)
+    trial = of_llama("reported", "swapped", "scaled")
+
+    assert trials.failure_of(trial).startswith("outputs: 0: off by ")
+    assert trials.shortest(trial) == of_llama("swapped")
+
+
+def test_a_refusal_that_leaves_something_changed_is_seen(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half_done(side: Side, stock: Stock, choice: Random, seen: dict[str, Any]) -> Any:
+        if side.patcher is not None:
+            side.model.lm_head.weight.data[0] += 1
+            raise PatchedWeightsError("halfway")
+        return side.model
+
+    monkeypatch.setitem(operations.OPERATIONS, "half done", half_done)
+
+    assert "half done was refused (halfway), and left something changed: " in trials.failure_of(of_llama("half done"))
+
+
+def test_what_an_operation_sees_is_compared(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seen_on_one_side(side: Side, stock: Stock, choice: Random, seen: dict[str, Any]) -> Any:
+        seen["side"] = side.patcher is None
+        return side.model
+
+    monkeypatch.setitem(operations.OPERATIONS, "seen", seen_on_one_side)
+
+    assert trials.failure_of(of_llama("seen")) == "seen: side: True and False"
