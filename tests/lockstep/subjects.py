@@ -144,8 +144,8 @@ class Subject:
         self.passes = [replace(single[0], arguments=_in_double(single[0].arguments))]
         model.save_pretrained(self.folder)
         stock = self.side(None)
-        (first, *_), (second, *_) = stock.run(stock.model), stock.run(stock.model)
-        if not torch.equal(first, second):  # NaN too
+        outputs = zip(stock.run(stock.model), stock.run(stock.model), strict=True)
+        if not all(torch.equal(first, second) for first, second in outputs):  # NaN too
             raise NoSubjectError("it computes something else each time")
 
     def side(self, patcher: Patcher | None) -> Side:
