@@ -77,6 +77,11 @@ def copy_transform(transform: WeightTransform) -> Any:
     return copy
 
 
+def reversed_copies(transforms: Iterable[WeightTransform]) -> list[WeightTransform]:
+    """Return the reverses of transforms, last one first. `reverse_transform` itself changes patterns as written."""
+    return [copy_transform(transform).reverse_transform() for transform in transforms][::-1]
+
+
 def was_used(transform: WeightTransform) -> bool:
     """Whether the transform matched a key."""
     return bool(transform._was_used)
@@ -138,9 +143,7 @@ def stock_revert(model: Any, state_dict: dict[str, Any], conversions: list[Any] 
 
 def reversed_together(conversions: Iterable[WeightTransform]) -> Callable[[str], str | None] | None:
     """Return a function that gives parameters which are reversed together the same name; None if none are."""
-    converters: Any = [
-        transform.reverse_transform() for transform in conversions if isinstance(transform, WeightConverter)
-    ][::-1]
+    converters: Any = reversed_copies(item for item in conversions if isinstance(item, WeightConverter))
 
     def group(name: str) -> str | None:
         renamed, pattern = rename_source_key(name, [], converters)

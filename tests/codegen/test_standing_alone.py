@@ -67,6 +67,10 @@ CASES: dict[str, tuple[str, Callable[[], PretrainedConfig], list[str], dict[str,
     "Qwen3-VL-MoE, stacks of either form": (
         "Qwen3VLMoeForConditionalGeneration", tiny.tiny_qwen3_vl_moe_config, ["sequential_experts"], None,
     ),
+    "Qwen3-VL-MoE, experts in several layers": (
+        "Qwen3VLMoeForConditionalGeneration", lambda: next(small_configs(transformers.Qwen3VLMoeConfig)),
+        ["sequential_experts"], None,
+    ),
     "gpt-oss, transposed, biases": (
         "GptOssForCausalLM", lambda: text_config("GptOssConfig", **GPT_OSS), ["sequential_experts", "qkv"], None,
     ),
@@ -135,6 +139,13 @@ def test_a_file_reads_computes_and_writes_as_the_original(case: str, alone: Path
 def operations_of(model: PreTrainedModel) -> list[Any]:
     conversions: Any = stock_conversions(model)
     return [operation for each in conversions for operation in getattr(each, "operations", ())]
+
+
+def test_conversions_of_several_layers_are_written_once_as_they_are() -> None:
+    name, make, fusions, _ = CASES["Qwen3-VL-MoE, experts in several layers"]
+    text = generate(PatchConfig.from_patcher(Patcher(fusions=fusions), getattr(transformers, name), config=make()))
+    assert text.count("    ExpertsConverter(\n") == 2
+    assert '"mlp.experts.gate_up_proj(?!_)",' in text  # not of the biases, which have converters of their own
 
 
 @pytest.mark.parametrize("case", CASES)

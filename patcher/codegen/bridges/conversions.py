@@ -35,6 +35,7 @@ from patcher.compat.conversions import (
     conversions_under,
     copy_transform,
     key_renamer,
+    reversed_copies,
     source_patterns,
     stock_key,
     target_patterns,
@@ -251,8 +252,7 @@ class OwnConversions:
         """Raise a CodegenError if a conversion matches other parameters by name than `read`, those that it is for."""
         fused = set().union(*read.values())
         converters = {identity(transform): transform for transform in added if isinstance(transform, WeightConverter)}
-        reverse = [converter.reverse_transform() for converter in converters.values()]
-        rename_on_save = key_renamer([transform.reverse_transform() for transform in reversed(stock)])
+        reverse, rename_on_save = reversed_copies(converters.values()), key_renamer(reversed_copies(stock))
         for key in self.modules[owner].state_dict():
             others = [converter for name, converter in converters.items() if key not in read[name]]
             is_read, is_written = (any(t.compiled_sources.search(key) for t in way) for way in (others, reverse))
@@ -269,7 +269,7 @@ class OwnConversions:
         if not owner or stock_key(root) != stock_key(model):
             return "", True
         renamings = [transform for transform in stock if isinstance(transform, WeightRenaming)]
-        ways = renamings, [transform.reverse_transform() for transform in reversed(renamings)]
+        ways = renamings, reversed_copies(renamings)
         scoped = [list(map(copy_transform, way)) for way in ways]
         for transform in (*scoped[0], *scoped[1]):
             transform.base_model_prefix = root.base_model_prefix
