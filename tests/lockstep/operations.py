@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_model, save_model
+from safetensors.torch import load_file, load_model, save_model
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel
@@ -229,7 +229,9 @@ def saved(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
     size, by_stock = choice.choice(["50KB", "5GB"]), choice.random() < 0.3
     with tempfile.TemporaryDirectory() as folder:
         side.model.save_pretrained(folder, max_shard_size=size)
-        seen["files"] = sorted(path.name for path in Path(folder).iterdir())
+        seen["tensors"] = {
+            key: value for file in Path(folder).glob("*.safetensors") for key, value in load_file(file).items()
+        }
         options = {} if by_stock else side.loading
         model, info = side.load(folder, output_loading_info=True, **options)
     seen |= {name: sorted(map(str, info[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
