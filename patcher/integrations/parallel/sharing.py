@@ -218,10 +218,7 @@ def _converted(load: Selected) -> list[str]:
     stock, patched = ({name: value.shape for name, value in state_tensors(model).items()} for model in models)
     converted = {name for route in routes_from_scratch(load.model, load.record)[0] for name in route.parameters}
     fused = {
-        f"{inside(path)}{name}"
-        for path, _, carried in fused_modules(load.model)
-        for layout in carried.layouts
-        for name in (*layout.stock, *layout.fused)
+        name for each in fused_modules(load.model) for layout in each.fused for name in (*layout.stock, *layout.fused)
     }
     others = {name for name in {**stock, **patched} if stock.get(name) != patched.get(name)} - fused
     return [path for path in paths if any(name.startswith(inside(path)) for name in converted | others)]
