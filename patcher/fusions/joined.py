@@ -14,7 +14,7 @@ from patcher.errors import PatchConflictError
 from patcher.fusions.base import more_than_a_weight_and_bias
 from patcher.fusions.fused_module import FusedModule
 from patcher.fusions.old_names import ADVICE, SINGLE_REFERENCE, count_references, more_than_values, view_of
-from patcher.layouts.carried import fused_layouts
+from patcher.layouts.carried import fused_layouts, is_quantized
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,8 @@ class ProjectionView:
 
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
         whole, own_bias = self._whole, self._own_bias
-        is_plain = type(whole) is nn.Linear and type(whole.weight) is nn.Parameter
+        # accelerate reads offloaded weights in a `forward` of the layer.
+        is_plain = type(whole) is nn.Linear and type(whole.weight) is nn.Parameter and "forward" not in vars(whole)
         if is_plain and whole.out_features == sum(self._sizes) and not more_than_a_weight_and_bias(whole):
             joined_bias: torch.Tensor | None = whole.bias
             bias = own_bias if joined_bias is None else joined_bias.narrow(0, *self._rows)
@@ -197,13 +198,17 @@ class ProjectionView:
         return rows
 
     def _slice(self, whole: torch.Tensor, kind: str) -> torch.Tensor:
-        if sum(self._sizes) != getattr(self._whole, "out_features", sum(self._sizes)):
+        rows, (start, size) = sum(self._sizes), self._rows
+        if rows != getattr(self._whole, "out_features", rows):
             raise PatchConflictError(
                 f"{self._describe()}, which processes share, and each has other rows of it. "
                 "patcher.original_state_dict(model) gathers them; patcher.load_original_state_dict(model, state_dict) "
                 "writes them."
             )
-        start, size = self._rows
+        if is_quantized(whole) and tuple(whole.shape) != (rows, self.in_features)[: whole.ndim]:
+            raise self._cannot(
+                f"its {kind} is quantized, and packed into {tuple(whole.shape)} without rows of its own"
+            )
         return view_of(whole, lambda tensor: tensor.narrow(0, start, size), self._describe(f".{kind}"))
 
 

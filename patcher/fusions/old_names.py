@@ -25,7 +25,7 @@ from patcher.errors import PatchConflictError
 from patcher.layouts.carried import CARRIED, ModuleLayouts, is_quantized
 from patcher.layouts.sharded import Copied
 
-ADVICE = "Take the fusions off with Patcher().apply(model) first."
+ADVICE = "Take the fusions off with Patcher().apply(model) first, or load the model without them."
 #: Methods that change a tensor other than by writing its values. `torch.utils.swap_tensors` calls the last one first.
 _REFUSED = """
     requires_grad_ register_hook register_post_accumulate_grad_hook set_ resize_ resize_as_ as_strided_ t_ transpose_

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import SimpleNamespace
@@ -39,10 +38,9 @@ def stock_state(state: Mapping[str, torch.Tensor], layouts: Iterable[Layout]) ->
     """Return a state dict with the stock parameters of layouts, on the meta device, in place of the fused ones."""
     stock = dict(state)
     for layout in layouts:
-        for name in layout.fused:
-            stock.pop(name, None)
+        fused = [stock.pop(name) for name in layout.fused if name in stock]
         stock |= {
-            name: torch.empty(shape, device="meta")
+            name: torch.empty(shape, dtype=fused[0].dtype if fused else None, device="meta")
             for name, shape in zip(layout.stock, layout.stock_shapes, strict=True)
         }
     return stock
@@ -122,11 +120,17 @@ class Router:
         self.unplaced: dict[str, str] = {}
 
     def _layer(self, path: str) -> Any:
-        """Return a layer for conversions that look up its dtype: of a part, which isn't a module, its tensors."""
-        with suppress(AttributeError):
-            return self.model.get_submodule(path)
-        names = [name for name in self.stock_state if name.rpartition(".")[0] == path]
-        return SimpleNamespace(**{name.rpartition(".")[2]: self.stock_state[name] for name in names})
+        """Return a layer for conversions that look up its dtype: of parts, which no module has, their tensors."""
+        parts = self._layers_of_parts.get(path)
+        return self.model.get_submodule(path) if parts is None else SimpleNamespace(**parts)
+
+    @cached_property
+    def _layers_of_parts(self) -> dict[str, dict[str, torch.Tensor]]:
+        layers: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+        for name in self.part_names & self.stock_state.keys():
+            path, _, kind = name.rpartition(".")
+            layers[path][kind] = self.stock_state[name]
+        return layers
 
     @cached_property
     def revert(self) -> Revert:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from torch import nn
 
 from patcher.errors import InvalidPatcherError
+from patcher.layouts.carried import is_quantized
 from patcher.layouts.conversion import Converted, ReversibleConcatenate
 from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
 from patcher.layouts.sharded import check_not_flat
@@ -59,13 +61,14 @@ def fused_parameters(model: nn.Module) -> dict[str, tuple[Part, ...]]:
         Name of the fused parameter, as in `model.named_parameters()` -> its parts, by their names in transformers.
 
     Raises:
-        InvalidPatcherError: if a part isn't one slice, because of a conversion, of tensor parallelism or of
-            `FullyShardedDataParallel`.
+        InvalidPatcherError: if a part isn't one slice, because of a conversion, of a quantizer that packs
+            values, of tensor parallelism or of `FullyShardedDataParallel`.
     """
     check_not_flat(model)
-    names = {in_state_dict(name): name for name, _ in model.named_parameters()}
+    named = dict(model.named_parameters())
+    names = {in_state_dict(name): name for name in named}
     parts = {
-        layout.fused[0]: _parts(layout)
+        layout.fused[0]: _parts(layout, [named[names[name]] for name in layout.fused if name in names])
         for carrier in carriers_in(model)
         for layout in carrier.all
         if not (len(layout.stock) == 1 < len(layout.fused) or names.keys().isdisjoint(layout.fused))
@@ -73,13 +76,15 @@ def fused_parameters(model: nn.Module) -> dict[str, tuple[Part, ...]]:
     return {name: parts[key] for key, name in names.items() if key in parts}
 
 
-def _parts(layout: Layout) -> tuple[Part, ...]:
+def _parts(layout: Layout, parameters: Sequence[nn.Parameter]) -> tuple[Part, ...]:
     """Return the parts of a layout's fused parameter."""
     joined, shapes = ", ".join(layout.stock), layout.stock_shapes
-    if lies_in_blocks(layout):
+    is_packed = any(map(is_quantized, parameters)) and parameters[0].shape not in layout.fused_shapes()
+    if is_packed or lies_in_blocks(layout):
+        how = "quantized and packed" if is_packed else "in blocks for tensor parallelism, each with rows of every part"
         raise InvalidPatcherError(
-            f"{layout.fused[0]} lies in {layout.blocks} blocks for tensor parallelism, each with rows of {joined}, so "
-            "none of these is one slice of it. Load the model without tensor parallelism, or leave the fusion out."
+            f"{layout.fused[0]} is {how}, so none of {joined} is one slice of it. Load the model without tensor "
+            "parallelism or a quantizer, or leave the fusion out."
         )
     if isinstance(layout, Rows):
         dim = 0

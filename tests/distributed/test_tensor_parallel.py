@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.core_model_loading import Transpose, WeightConverter
 from transformers.distributed import DistributedConfig
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 import patcher
 from patcher import InvalidPatcherError, PatchConflictError, Patcher
@@ -36,7 +36,7 @@ from tests.support.bringing import BringingMLP
 from tests.support.checkpoints import files
 from tests.support.comparing import logits
 from tests.support.processes import two_processes
-from tests.support.replacements import JOINED, SCALED_NORMS
+from tests.support.replacements import JOINED, SCALED_NORMS, JoinedMLP, OwnLayer
 from tests.support.sampling import sampled
 from tests.support.tiny import (
     save_tiny,
@@ -84,6 +84,12 @@ TURNED = Patcher(
 )
 
 
+class JoinedLayer(LlamaDecoderLayer):
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.mlp = JoinedMLP(config)  # type: ignore[assignment]
+
+
 @dataclass(frozen=True)
 class Case:
     folder: str
@@ -116,6 +122,12 @@ CASES = {
     "a class mapping with conversions": Case("llama", JOINED, TENSORS),
     "one with weights of the same names and shapes": Case("square", TURNED, TENSORS),
     "that and a fusion": Case("llama", JOINED.replace(fusions="qkv"), TENSORS, 2),
+    "joined in a layer of a class mapping": Case(
+        "biases", BOTH.replace(class_mapping={"LlamaDecoderLayer": OwnLayer}), TENSORS, 8
+    ),
+    "joined in a layer that has all of its weights": Case(
+        "llama", JOINED.replace(class_mapping={"LlamaDecoderLayer": JoinedLayer}, fusions="qkv"), TENSORS
+    ),
     "experts of a class mapping": Case("shared expert", LINEAR_EXPERTS, TENSORS),
     "one of two layers that brings its conversions": Case(
         "llama", Patcher(module_mapping={"model.layers.1.mlp": BringingMLP}, fusions=["qkv"]), TENSORS, 2

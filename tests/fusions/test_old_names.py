@@ -23,11 +23,12 @@ from patcher.layouts.carried import fused_modules
 from tests.support import shared
 from tests.support.comparing import logits
 from tests.support.fusing import fuse
+from tests.support.offloaded import offloaded
 from tests.support.processes import one_process
 from tests.support.tiny import tiny_inputs, tiny_llama_config, tiny_mixtral_config
 
 BOTH = Patcher(fusions=["qkv", "gate_up"])
-ADVICE = r".* Take the fusions off with Patcher\(\)\.apply\(model\) first\."
+ADVICE = r".* Take the fusions off with Patcher\(\)\.apply\(model\) first"
 
 
 @pytest.fixture(scope="module")
@@ -414,6 +415,14 @@ def test_weights_that_are_quantized_take_none(folder: Path) -> None:
     attention.qkv_proj.weight = codes
     with pytest.raises(PatchConflictError, match="its weight or the assigned tensor is quantized" + ADVICE):
         attention.q_proj = layer(requires_grad=False)
+
+
+def test_parts_that_are_offloaded_are_called_as_stock_ones(folder: Path, tmp_path: Path) -> None:
+    stock, model = (offloaded(folder, "a layer on disk", tmp_path, patcher=patcher) for patcher in (None, BOTH))
+    x = values(2, 64)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        found, expected = (getattr(attention_of(each), name)(x) for each in (model, stock))
+        torch.testing.assert_close(found, expected)
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------

@@ -18,7 +18,15 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from patcher import InvalidPatcherError, PatchedWeightsError, Patcher, checkpoint_weights, plan
+from patcher import (
+    InvalidPatcherError,
+    PatchConflictError,
+    PatchedWeightsError,
+    Patcher,
+    checkpoint_weights,
+    fused_parameters,
+    plan,
+)
 from patcher.fusions import QKV
 from tests.support import shared
 from tests.support.beside import FUSED_QKV, LINEAR_EXPERTS, LinearExperts
@@ -75,6 +83,37 @@ def test_one_part_of_a_packed_layer_is_quantized_by_itself(quantizer: Quantizer,
     assert torch.nn.functional.cosine_similarity(logits(model), logits(plain), dim=-1).min() > 0.99
     with pytest.raises(PatchedWeightsError, match=r"k_proj.weight can.t be saved in the original format"):
         model.save_pretrained(tmp_path)
+
+
+@each
+@pytest.mark.parametrize("name", ["q_proj", "k_proj"])
+def test_rows_of_a_quantized_layer_are_those_of_stock(quantizer: Quantizer, name: str, llama: Path) -> None:
+    patchers = None, Patcher(fusions="qkv")
+    models = [LlamaForCausalLM.from_pretrained(llama, patcher=x, quantization_config=quantizer()) for x in patchers]
+    layer, part = (getattr(model.model.layers[1].self_attn, name) for model in models)
+    values = [getattr(found.weight, "dequantize", found.weight.detach)() for found in (layer, part)]
+    assert torch.equal(values[0], values[1])
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(part(x), layer(x))
+    lengths = [piece.length for piece in fused_parameters(models[1])["model.layers.1.self_attn.qkv_proj.weight"]]
+    assert lengths == [64, 32, 32]
+
+
+def test_a_weight_that_is_packed_has_no_rows(llama: Path) -> None:
+    """Two values of four bits are a byte, and bytes are one column, or lie in tiles after the first forward."""
+    qkv = Patcher(fusions="qkv")
+    model = LlamaForCausalLM.from_pretrained(llama, patcher=qkv, quantization_config=bnb_nf4())
+    stock = LlamaForCausalLM.from_pretrained(llama, quantization_config=bnb_nf4())
+    part = model.model.layers[1].self_attn.k_proj
+    for _ in range(2):
+        with pytest.raises(
+            PatchConflictError, match=r"k_proj is rows of qkv_proj .* its weight is quantized, and packed"
+        ):
+            part.weight.sum()
+        with pytest.raises(InvalidPatcherError, match=r"qkv_proj.weight is quantized and packed, so none of .*k_proj"):
+            fused_parameters(model)
+        x = torch.randn(3, 64)
+        torch.testing.assert_close(part(x), stock.model.layers[1].self_attn.k_proj(x))
 
 
 # --- a replacement of layers that stock doesn't quantize -----------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.quantizers import HfQuantizer
@@ -276,6 +276,38 @@ def test_a_load_reads_them_into_what_a_quantizer_has_made(
     assert torch.equal(logits(again), logits(model))
     again.save_pretrained(tmp_path / "again")
     assert same_checkpoint(tmp_path / "again", tmp_path / "packed")
+
+
+# --- weights in full precision that a load makes of them -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_experts_of_four_bits_are_dequantized_into_layers(dtype: torch.dtype, tmp_path: Path) -> None:
+    """As those of gpt-oss on the hub: the operation looks up the dtype of a stack that isn't in the model."""
+    config, generator = tiny_gpt_oss_config(num_experts_per_tok=4), torch.Generator().manual_seed(0)
+    tensors: dict[str, torch.Tensor] = {}
+    for key, value in load_file(shared.checkpoint(config) / "model.safetensors").items():
+        if not key.endswith(("gate_up_proj", "down_proj")):
+            tensors[key] = value
+            continue
+        experts, inputs, outputs = value.shape
+        shape = experts, outputs, inputs // 32
+        tensors[f"{key}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        tensors[f"{key}_scales"] = torch.randint(122, 126, shape, dtype=torch.uint8, generator=generator)
+    config.quantization_config = {"quant_method": "mxfp4"}
+    config.save_pretrained(tmp_path / "packed")
+    save_file(tensors, tmp_path / "packed" / "model.safetensors", metadata={"format": "pt"})
+
+    stock, model = (load(tmp_path / "packed", patcher, dtype=dtype) for patcher in (None, ALL_TOKENS))
+    assert {layer.weight.dtype for layer in layers_of_experts(model).values()} == {dtype}
+    found, expected = original_state_dict(model), stock.state_dict()
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    for name, each in {"stock": stock, "ours": model}.items():
+        each.save_pretrained(tmp_path / name)
+    assert same_checkpoint(tmp_path / "ours", tmp_path / "stock")
+    precision = 1e-5 if dtype is torch.float32 else 5e-2
+    torch.testing.assert_close(logits(model), logits(stock), atol=precision, rtol=precision)
 
 
 # --- another patcher for it ------------------------------------------------------------------------------------------

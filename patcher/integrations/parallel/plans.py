@@ -64,7 +64,8 @@ class Plan:
 
     def drop_below(self, path: str) -> None:
         """Drop the rules for a module and everything in it."""
-        self.not_followed.update(self.below(path))
+        for name in self.below(path):
+            del self.rules[name]
 
     def add(self, path: str, style: str) -> None:
         """Add the rule for a layer that only the patched model has.

@@ -75,14 +75,14 @@ def follow_plan(load: Selected, quantizer: Any) -> None:
     experts = Plan(expert_plan if count.experts > 1 else {}, count.experts)
     # Before 5.19 experts were distributed to processes by a plan that replaces that of tensor parallelism.
     are_distributed = bool(getattr(config, "enable_expert_parallel", False)) and not hasattr(config, "ep_size")
+    for path in _converted(load):  # first, as fused modules in one that has all of its weights have theirs
+        _replicate(plan, path)
+        experts.drop_below(path)
     changes = []
     for path, module, carried in fused_modules(load.model):
         if isinstance(module, ListedExperts) and (are_distributed or experts.below(path)):
             raise cannot([path], "ep_size distributes stacks of experts, and these are layers", LEAVE_EXPERTS)
         changes.append((module, _shard(plan, path, module, carried)))
-    for path in _converted(load):
-        _replicate(plan, path)
-        experts.drop_below(path)
     rules, expert_rules = plan.result(modules), experts.result(modules) if count.experts > 1 else None
     _check_followed(config, rules)
     for module, carried in changes:  # last, so that a refused plan leaves the model unchanged
@@ -210,15 +210,18 @@ def _shard_experts(plan: Plan, path: str, carried: ModuleLayouts) -> None:
 
 
 def _converted(load: Selected) -> list[str]:
-    """Return the replaced modules that have other parameters than in stock, or whose parameters are converted."""
+    """Return the replaced modules with other parameters than in stock, or converted ones; of fusions none count."""
     paths = [item.path for item in load.record.replaced if item.path]
     if not paths:
         return []
     models = skeleton(load.record.model_class, load.model.config), load.model
     stock, patched = ({name: value.shape for name, value in state_tensors(model).items()} for model in models)
     converted = {name for route in routes_from_scratch(load.model, load.record)[0] for name in route.parameters}
-    changed = [name for name in {**stock, **patched} if name in converted or stock.get(name) != patched.get(name)]
-    return [path for path in paths if any(name.startswith(inside(path)) for name in changed)]
+    fused = {
+        name for each in fused_modules(load.model) for layout in each.fused for name in (*layout.stock, *layout.fused)
+    }
+    others = {name for name in {**stock, **patched} if stock.get(name) != patched.get(name)} - fused
+    return [path for path in paths if any(name.startswith(inside(path)) for name in converted | others)]
 
 
 def _replicate(plan: Plan, path: str) -> None:

@@ -31,6 +31,7 @@ from patcher import Patcher
 from tests.project.advice import OwnMLP, Place, Steps, advice, load, same, written
 from tests.support.gguf_files import write_qwen35_gguf
 from tests.support.offloaded import places
+from tests.support.quantizers import bnb_nf4
 from tests.support.replacements import JOIN, JOINED, JoinedMLP, With, joining
 from tests.support.tiny import save_tiny, tiny_bert_config, tiny_llama_config, tiny_tokenizer
 
@@ -484,7 +485,15 @@ def a_parameter_added_to_a_fused_layer(at: Place) -> Steps:
     assert same(load(at.tmp / "b"), at.llama)
 
 
-@advice("Take the fusions off with Patcher().apply(model) first.")
+@advice("Take the fusions off with Patcher().apply(model) first, or load the model without them.")
+def a_part_of_a_packed_weight(at: Place) -> Steps:
+    model = load(at.llama, Patcher(fusions="qkv"), quantization_config=bnb_nf4())
+    yield lambda: model.model.layers[0].self_attn.k_proj.weight
+    plain = load(at.llama, quantization_config=bnb_nf4())
+    assert plain.model.layers[0].self_attn.k_proj.weight.dtype == torch.uint8
+
+
+@advice("Take the fusions off with Patcher().apply(model) first")
 def a_wrapper_for_a_part(at: Place) -> Steps:
     model = load(at.llama, Patcher(fusions="qkv"))
     wrapper = nn.Sequential(nn.Linear(64, 32, bias=False))

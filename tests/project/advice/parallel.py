@@ -123,7 +123,7 @@ def a_quantizer_beside_what_is_shared(at: Place) -> Steps:
     assert load(at.llama, patcher, quantization_config=quantizer)
 
 
-@advice("Load the model without tensor parallelism, or leave the fusion out.")
+@advice("Load the model without tensor parallelism or a quantizer, or leave the fusion out.")
 def parts_of_rows_in_blocks(at: Place) -> Steps:
     patcher = Patcher(fusions="qkv")
     yield lambda: in_two(at, lambda: fused_parameters(shared(at.llama, patcher)))
