@@ -45,7 +45,7 @@ from patcher.errors import PatchedWeightsError
 from patcher.layouts.layouts import Layout, by_itself
 from patcher.layouts.transforms import describe
 
-_GROUP = re.compile(r"\\\d")
+_ANCHOR = re.compile(r".*\\\d")
 #: Operations that only move values, whatever the shapes of their tensors are.
 _MOVEMENTS = (Chunk, Concatenate, MergeModulelist, SplitModulelist, Transpose)
 #: Operations on one tensor, which don't depend on others.
@@ -54,8 +54,18 @@ _UNARY = (Conv3dToLinear, Interleave, LinearToConv3d, Transpose)
 
 def target_names(converter: WeightConverter, first: str) -> list[str]:
     """Return the parameters that a converter makes, by its patterns alone, given the first of them."""
-    target, *targets = converter.target_patterns
+    target, *targets = endings(converter)
     return [first, *(first.replace(target, other) for other in targets)]
+
+
+def endings(converter: WeightConverter) -> list[str]:
+    r"""Return the target patterns from their group on: transformers expands `\1` in the name of the layer alone.
+
+    >>> from transformers.core_model_loading import Chunk
+    >>> endings(WeightConverter([r"(layers\.\d+\.)qk$"], [r"\1q", r"\1k"], [Chunk(dim=0)]))
+    ['q', 'k']
+    """
+    return [_ANCHOR.sub("", pattern) or pattern for pattern in converter.target_patterns]
 
 
 def only_moves(transform: WeightConverter) -> bool:
@@ -95,7 +105,7 @@ class Converted(Layout):
         return [parameters[name] for name, _ in self.targets]
 
     def separate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        target_patterns = self.transform.target_patterns
+        target_patterns = endings(self.transform)
         collected: dict[str, Any] = {}
         for (_, pattern), tensor in zip(self.targets, tensors, strict=True):
             # A target pattern with a star made several parameters, `experts.0.w`, `experts.1.w`: group them again.
@@ -168,6 +178,7 @@ def convert(layout: Converted, tensors: Sequence[Any], model: Any) -> dict[str, 
     """Convert the parts of a layer, and return the parameters by name; operations may read the model."""
     copy = copy_transform(layout.transform)
     copy.operations = list(layout.operations)
+    object.__setattr__(copy, "target_patterns", endings(copy))  # assigning it raises
     for index, (pattern, tensor) in enumerate(zip(layout.patterns, tensors, strict=True)):
         copy.add_tensor(layout.target, str(index), pattern, tensor)
     parameters = copy.convert(layout.target, model=model, config=model.config)
@@ -289,9 +300,6 @@ class ReversibleConcatenate(Concatenate):
         joined: dict[str, torch.Tensor] = join(
             input_dict, source_patterns=source_patterns, target_patterns=target_patterns, **kwargs
         )
-        if len(joined) == 1 and _GROUP.search(next(iter(joined))):
-            # Anchored, `^(layers\.\d+\.)q$ -> \1qkv`: transformers expands groups only in the name of the layer.
-            return {kwargs["full_layer_name"]: joined.popitem()[1]}
         return joined
 
     @property

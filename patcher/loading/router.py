@@ -23,7 +23,7 @@ from patcher.compat.conversions import dot_natural_key, is_prequantized, keeps_q
 from patcher.compat.models import ModelView, state_tensors
 from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.carried import fused_modules, is_quantized as is_quantized_tensor
-from patcher.layouts.conversion import Converted, Group, convert, only_moves, target_names
+from patcher.layouts.conversion import Converted, Group, convert, endings, only_moves, target_names
 from patcher.layouts.layouts import Layout, Rows, is_alone, lies_in_blocks
 from patcher.layouts.sources import Computation, Computed, dtype_of, fused_sources, in_blocks, shape_of
 from patcher.layouts.transforms import Added, KeyResolver, ResolvedKey, describe, has_known_operations
@@ -287,7 +287,7 @@ class Router:
             values = {key: self.checkpoint[key][...] for key in group.keys}
             return group.layout(self.view, self._cast(values, group.first))
         names = [name for name in target_names(group.transform, group.first) if name in self.stock_state]
-        targets = dict(zip(names, group.transform.target_patterns, strict=False))
+        targets = dict(zip(names, endings(group.transform), strict=False))
         return group.make_layout(targets=targets, shapes=[self.stock_state[name].shape for name in names])
 
     def _add_route(self, route: Route, shapes: Mapping[str, torch.Size]) -> None:
