@@ -35,6 +35,7 @@ from transformers.core_model_loading import (
     Interleave,
     LinearToConv3d,
     MergeModulelist,
+    PermuteForRope,
     SplitModulelist,
     Transpose,
     WeightConverter,
@@ -49,7 +50,7 @@ _ANCHOR = re.compile(r".*\\\d")
 #: Operations that only move values, whatever the shapes of their tensors are.
 _MOVEMENTS = (Chunk, Concatenate, MergeModulelist, SplitModulelist, Transpose)
 #: Operations on one tensor, which don't depend on others.
-_UNARY = (Conv3dToLinear, Interleave, LinearToConv3d, Transpose)
+_UNARY = (Conv3dToLinear, Interleave, LinearToConv3d, PermuteForRope, Transpose)
 
 
 def target_names(converter: WeightConverter, first: str) -> list[str]:
