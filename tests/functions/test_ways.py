@@ -118,9 +118,7 @@ def test_an_init_may_keep_what_calls_a_function_that_is_replaced() -> None:
 @pytest.mark.parametrize("way", REFUSED)
 def test_a_call_that_can_not_be_followed_is_refused(way: str, layers: Any) -> None:
     module = WAYS[way]()
-    said = (
-        rf"double'\)? can't be replaced for {way} alone: .* \(\S+\) reaches it {REFUSED[way]}, not by calling "
-    )
+    said = rf"double'\)? can't be replaced for {way} alone: .* \(\S+\) reaches it {REFUSED[way]}, not by calling "
     with pytest.raises(PatchConstructionError, match=said):
         find_functions(module, layers)
     assert type(module) is WAYS[way]
