@@ -247,7 +247,10 @@ class Router:
             # An operation names a tensor by its source until another one joins them.
             others = {*source_patterns(group.transform)}.difference(names)
             if apart := others.intersection(layout.fused):
-                raise ValueError(f"its operations don't join {', '.join(sorted(apart))}: end with Concatenate(dim=0)")
+                left = ", ".join(sorted(apart))
+                if len(others) == 1:
+                    raise ValueError(f"its operations return {left}, which is not in target_patterns")
+                raise ValueError(f"its operations don't join {left}: end with Concatenate(dim=0)")
             if several := [name for name in layout.fused if "*" in name]:
                 raise ValueError(f"{several[0]} stands for several parameters, and its operations make one tensor")
         except Exception as error:
