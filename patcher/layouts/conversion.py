@@ -43,7 +43,7 @@ from transformers.core_model_loading import (
 
 from patcher.compat.conversions import copy_transform, dot_natural_key
 from patcher.errors import PatchedWeightsError
-from patcher.layouts.layouts import Layout, by_itself
+from patcher.layouts.layouts import Layout
 from patcher.layouts.transforms import describe
 
 _ANCHOR = re.compile(r".*\\\d")
@@ -143,10 +143,7 @@ class Converted(Layout):
                 raise self._error(
                     f"the reverse gives {name} the shape {tuple(part.shape)}, the checkpoint had {tuple(shape)}"
                 )
-        # Stock saves pieces of one tensor into one shard, if its own operations split it.
-        if all(getattr(operation, "reverses_as_stock", False) for operation in self.operations):
-            return parts
-        return [by_itself(part) for part in parts]
+        return parts
 
     def fused_shapes(self) -> list[torch.Size]:
         return list(self.shapes)
