@@ -288,16 +288,14 @@ class ReversibleConcatenate(Concatenate):
     sizes: tuple[tuple[str, int], ...] = ()
 
     def convert(  # type: ignore[override]
-        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+        self, input_dict: dict[str, Any], source_patterns: list[str], **kwargs: Any
     ) -> dict[str, torch.Tensor]:
         listed = _listed(input_dict)
         self.sizes = tuple(
             (pattern, tensor.shape[self.dim]) for pattern in source_patterns for tensor in listed.get(pattern, ())
         )
         join: Any = super().convert
-        joined: dict[str, torch.Tensor] = join(
-            input_dict, source_patterns=source_patterns, target_patterns=target_patterns, **kwargs
-        )
+        joined: dict[str, torch.Tensor] = join(input_dict, source_patterns=source_patterns, **kwargs)
         return joined
 
     @property
