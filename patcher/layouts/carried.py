@@ -185,8 +185,6 @@ def _separate(layout: Layout, prefix: str, tensors: Mapping[str, torch.Tensor]) 
     for name, expected in zip(layout.stock, layout.stock_shapes, strict=True):
         if tuple(parts[name].shape) != tuple(expected):
             raise _not_saved(f"{prefix}{name}", f"{layout} gives {tuple(parts[name].shape)}, and it was {expected}")
-    if isinstance(layout, Converted):
-        return parts
     return {name: by_itself(part) for name, part in parts.items()}
 
 

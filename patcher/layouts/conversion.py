@@ -35,6 +35,7 @@ from transformers.core_model_loading import (
     Interleave,
     LinearToConv3d,
     MergeModulelist,
+    PermuteForRope,
     SplitModulelist,
     Transpose,
     WeightConverter,
@@ -42,20 +43,30 @@ from transformers.core_model_loading import (
 
 from patcher.compat.conversions import copy_transform, dot_natural_key
 from patcher.errors import PatchedWeightsError
-from patcher.layouts.layouts import Layout, by_itself
+from patcher.layouts.layouts import Layout
 from patcher.layouts.transforms import describe
 
-_GROUP = re.compile(r"\\\d")
+_ANCHOR = re.compile(r".*\\\d")
 #: Operations that only move values, whatever the shapes of their tensors are.
 _MOVEMENTS = (Chunk, Concatenate, MergeModulelist, SplitModulelist, Transpose)
 #: Operations on one tensor, which don't depend on others.
-_UNARY = (Conv3dToLinear, Interleave, LinearToConv3d, Transpose)
+_UNARY = (Conv3dToLinear, Interleave, LinearToConv3d, PermuteForRope, Transpose)
 
 
 def target_names(converter: WeightConverter, first: str) -> list[str]:
     """Return the parameters that a converter makes, by its patterns alone, given the first of them."""
-    target, *targets = converter.target_patterns
+    target, *targets = endings(converter)
     return [first, *(first.replace(target, other) for other in targets)]
+
+
+def endings(converter: WeightConverter) -> list[str]:
+    r"""Return the target patterns from their group on: transformers expands `\1` in the name of the layer alone.
+
+    >>> from transformers.core_model_loading import Chunk
+    >>> endings(WeightConverter([r"(layers\.\d+\.)qk$"], [r"\1q", r"\1k"], [Chunk(dim=0)]))
+    ['q', 'k']
+    """
+    return [_ANCHOR.sub("", pattern) or pattern for pattern in converter.target_patterns]
 
 
 def only_moves(transform: WeightConverter) -> bool:
@@ -95,7 +106,7 @@ class Converted(Layout):
         return [parameters[name] for name, _ in self.targets]
 
     def separate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        target_patterns = self.transform.target_patterns
+        target_patterns = endings(self.transform)
         collected: dict[str, Any] = {}
         for (_, pattern), tensor in zip(self.targets, tensors, strict=True):
             # A target pattern with a star made several parameters, `experts.0.w`, `experts.1.w`: group them again.
@@ -132,10 +143,7 @@ class Converted(Layout):
                 raise self._error(
                     f"the reverse gives {name} the shape {tuple(part.shape)}, the checkpoint had {tuple(shape)}"
                 )
-        # Stock saves pieces of one tensor into one shard, if its own operations split it.
-        if all(getattr(operation, "reverses_as_stock", False) for operation in self.operations):
-            return parts
-        return [by_itself(part) for part in parts]
+        return parts
 
     def fused_shapes(self) -> list[torch.Size]:
         return list(self.shapes)
@@ -168,6 +176,7 @@ def convert(layout: Converted, tensors: Sequence[Any], model: Any) -> dict[str, 
     """Convert the parts of a layer, and return the parameters by name; operations may read the model."""
     copy = copy_transform(layout.transform)
     copy.operations = list(layout.operations)
+    object.__setattr__(copy, "target_patterns", endings(copy))  # assigning it raises
     for index, (pattern, tensor) in enumerate(zip(layout.patterns, tensors, strict=True)):
         copy.add_tensor(layout.target, str(index), pattern, tensor)
     parameters = copy.convert(layout.target, model=model, config=model.config)
@@ -279,19 +288,14 @@ class ReversibleConcatenate(Concatenate):
     sizes: tuple[tuple[str, int], ...] = ()
 
     def convert(  # type: ignore[override]
-        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+        self, input_dict: dict[str, Any], source_patterns: list[str], **kwargs: Any
     ) -> dict[str, torch.Tensor]:
         listed = _listed(input_dict)
         self.sizes = tuple(
             (pattern, tensor.shape[self.dim]) for pattern in source_patterns for tensor in listed.get(pattern, ())
         )
         join: Any = super().convert
-        joined: dict[str, torch.Tensor] = join(
-            input_dict, source_patterns=source_patterns, target_patterns=target_patterns, **kwargs
-        )
-        if len(joined) == 1 and _GROUP.search(next(iter(joined))):
-            # Anchored, `^(layers\.\d+\.)q$ -> \1qkv`: transformers expands groups only in the name of the layer.
-            return {kwargs["full_layer_name"]: joined.popitem()[1]}
+        joined: dict[str, torch.Tensor] = join(input_dict, source_patterns=source_patterns, **kwargs)
         return joined
 
     @property

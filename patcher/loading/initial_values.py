@@ -266,9 +266,11 @@ def skip_complete(model: PreTrainedModel, replaced: Placed, read: Set[str] = fro
     tensors = itertools.chain(named_parameters(model), model.named_buffers(remove_duplicate=False))
     left = {key for key, tensor in tensors if key not in read and not is_initialized(tensor)}
     incomplete = {owner for key in left for owner in parents(key)}
-    around = {owner for path, _ in replaced for owner in (path, *parents(path))}
-    for owner in around - incomplete:
-        mark_initialized(model.get_submodule(owner))
+    outermost = {path for path, _ in replaced}
+    around = {owner for path in outermost for owner in parents(path)}
+    for path, module in named_modules(model):
+        if path not in incomplete and (path in around or not outermost.isdisjoint((path, *parents(path)))):
+            mark_initialized(module)
 
 
 @contextmanager

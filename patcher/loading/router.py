@@ -22,7 +22,7 @@ from patcher.compat.conversions import dot_natural_key, is_prequantized, keeps_q
 from patcher.compat.models import ModelView, state_tensors
 from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.carried import fused_modules, is_quantized as is_quantized_tensor
-from patcher.layouts.conversion import Converted, Group, convert, only_moves, target_names
+from patcher.layouts.conversion import Converted, Group, convert, endings, only_moves, target_names
 from patcher.layouts.layouts import Layout, Rows, is_alone, lies_in_blocks
 from patcher.layouts.sources import Computation, Computed, dtype_of, fused_sources, in_blocks, shape_of
 from patcher.layouts.transforms import Added, KeyResolver, ResolvedKey, describe, has_known_operations
@@ -251,7 +251,10 @@ class Router:
             # An operation names a tensor by its source until another one joins them.
             others = {*source_patterns(group.transform)}.difference(names)
             if apart := others.intersection(layout.fused):
-                raise ValueError(f"its operations don't join {', '.join(sorted(apart))}: end with Concatenate(dim=0)")
+                left = ", ".join(sorted(apart))
+                if len(others) == 1:
+                    raise ValueError(f"its operations return {left}, which is not in target_patterns")
+                raise ValueError(f"its operations don't join {left}: end with Concatenate(dim=0)")
             if several := [name for name in layout.fused if "*" in name]:
                 raise ValueError(f"{several[0]} stands for several parameters, and its operations make one tensor")
         except Exception as error:
@@ -291,7 +294,7 @@ class Router:
             values = {key: self.checkpoint[key][...] for key in group.keys}
             return group.layout(self.view, self._cast(values, group.first))
         names = [name for name in target_names(group.transform, group.first) if name in self.stock_state]
-        targets = dict(zip(names, group.transform.target_patterns, strict=False))
+        targets = dict(zip(names, endings(group.transform), strict=False))
         return group.make_layout(targets=targets, shapes=[self.stock_state[name].shape for name in names])
 
     def _add_route(self, route: Route, shapes: Mapping[str, torch.Size]) -> None:

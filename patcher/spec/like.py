@@ -122,4 +122,6 @@ def find_like(thing: Any, mapping: Mapping[str, Any], alike: Iterable[Like] | No
     """Return the key of a mapping that matches, if the keys `alike` that do are known, of these; two have to agree."""
     if alike is None:
         alike = [key for key in mapping if isinstance(key, Like) and key.matches(thing)]
-    return agreed([key for key in alike if key in mapping], mapping, thing.__qualname__, thing.__name__)
+    keys = [key for key in alike if key in mapping]
+    # Code also finds callable objects, which have no name.
+    return agreed(keys, mapping, thing.__qualname__, thing.__name__) if keys else None

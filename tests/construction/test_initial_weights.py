@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, CLIPVisionConfig
 from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter, WeightRenaming
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Block
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from patcher import Patcher, original_state_dict
@@ -133,10 +134,30 @@ class Renamed(MixtralExperts):
         del self.gate_up_proj, self.down_proj
 
 
+class Outer(GPT2Block):
+    """A layer in which other classes are replaced, too."""
+
+
+class Unbiased(GPT2MLP):
+    """It has the bias of its second layer, which is stock's."""
+
+    conversion_mapping = WeightRenaming(r"c_proj\.bias", "bias")
+
+    def __init__(self, intermediate_size: int, config: Any) -> None:
+        super().__init__(intermediate_size, config)
+        self.bias = self.c_proj.bias
+        del self.c_proj.bias
+
+
 @pytest.mark.parametrize(
     ("config", "mapping"),
-    [(tiny_gpt2_config(), {"Conv1D": Inner}), (tiny_mixtral_config(), {"MixtralExperts": Renamed})],
-    ids=["around the replacement", "of the replacement's base class"],
+    [
+        (tiny_gpt2_config(), {"Conv1D": Inner}),
+        (tiny_gpt2_config(), {"Conv1D": Inner, "GPT2Block": Outer}),
+        (tiny_gpt2_config(), {"GPT2MLP": Unbiased}),
+        (tiny_mixtral_config(), {"MixtralExperts": Renamed}),
+    ],
+    ids=["around the replacement", "in another", "of a part of the replacement", "of the replacement's base class"],
 )
 def test_nothing_is_initialised_by_names_of_the_original(config: Any, mapping: Any, tmp_path: Path) -> None:
     """`_init_weights` of stock initialises `c_proj.weight`, and `gate_up_proj`, which these don't have."""

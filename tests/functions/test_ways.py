@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from patcher import like
 from patcher.errors import PatchConstructionError
 from patcher.functions import rebinding
 from patcher.functions.models import find_functions, restore_functions, swap_functions
@@ -62,6 +63,7 @@ def triple(x: Any) -> Any:
 
 
 LAYERS = ((("double", triple),),)
+LIKES = (((like("tests.functions.modeling_ways_elsewhere:double"), triple),),)
 ONE = torch.ones(())
 
 
@@ -79,10 +81,11 @@ def test_there_is_a_case_for_each_way() -> None:
     assert len(FOLLOWED) > 25
 
 
+@pytest.mark.parametrize("layers", [LAYERS, LIKES], ids=["by name", "like"])
 @pytest.mark.parametrize("way", FOLLOWED)
-def test_a_call_is_followed(way: str) -> None:
+def test_a_call_is_followed(way: str, layers: Any) -> None:
     module, stock = WAYS[way](), WAYS[way]()
-    functions = find_functions(module, LAYERS)
+    functions = find_functions(module, layers)
     assert [each.replacement for each in functions.replaced] == [triple]
     swap_functions(module, functions)
     assert (value(module), value(stock), value(WAYS[way]())) == (3, 2, 2)
@@ -111,14 +114,13 @@ def test_an_init_may_keep_what_calls_a_function_that_is_replaced() -> None:
     assert (value(replaced(way())), value(way())) == (3, 2)
 
 
+@pytest.mark.parametrize("layers", [LAYERS, LIKES], ids=["by name", "like"])
 @pytest.mark.parametrize("way", REFUSED)
-def test_a_call_that_can_not_be_followed_is_refused(way: str) -> None:
+def test_a_call_that_can_not_be_followed_is_refused(way: str, layers: Any) -> None:
     module = WAYS[way]()
-    said = (
-        rf"'double' can't be replaced for {way} alone: .* \(\S+\) reaches it {REFUSED[way]}, not by calling a global "
-    )
+    said = rf"double'\)? can't be replaced for {way} alone: .* \(\S+\) reaches it {REFUSED[way]}, not by calling "
     with pytest.raises(PatchConstructionError, match=said):
-        find_functions(module, LAYERS)
+        find_functions(module, layers)
     assert type(module) is WAYS[way]
 
 

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 from transformers import Concatenate, WeightConverter
-from transformers.core_model_loading import Chunk, ConversionOps, Interleave, MergeModulelist, Transpose
+from transformers.core_model_loading import (
+    Chunk,
+    ConversionOps,
+    Interleave,
+    MergeModulelist,
+    PermuteForRope,
+    Transpose,
+)
 
 from patcher import PatchedWeightsError
 from patcher.layouts.conversion import Converted, Group
@@ -45,6 +52,10 @@ ORDERS: dict[str, tuple[WeightConverter, Any]] = {
     "interleaved, then joined": (
         join(Interleave(dim=0), Concatenate(dim=1)),
         lambda *parts: [torch.cat([each.view(2, 2, 3).transpose(0, 1).reshape(4, 3) for each in parts], 1)],
+    ),
+    "permuted, transposed, then joined": (
+        join(PermuteForRope(), Transpose(0, 1), Concatenate(dim=0)),
+        lambda *parts: [torch.cat([each.view(2, 2, 3).transpose(0, 1).reshape(4, 3).T for each in parts])],
     ),
     "joined twice over": (
         join(Transpose(0, 1), Transpose(0, 1), Concatenate(dim=0)),

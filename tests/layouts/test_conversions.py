@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForImageTextToText, Concatenate, WeightConverter
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import Chunk, Transpose, WeightRenaming
+from transformers.models.llama.modeling_llama import LlamaMLP
 
-from patcher import Patcher
+from patcher import Patcher, plan
 from patcher.layouts.transforms import select_conversions
 from tests.support import shared
 from tests.support.replacements import JoinedAttention
@@ -42,6 +44,34 @@ def test_a_pattern_takes_no_weights_of_a_namesake(llava: Path, before: str) -> N
         assert torch.equal(mine.self_attn.qkv_proj.weight, torch.cat(parts))
     tower = stock.model.vision_tower.state_dict()
     assert all(torch.equal(value, tower[key]) for key, value in model.model.vision_tower.state_dict().items())
+
+
+class Halves(LlamaMLP):
+    """Two halves for the gate projection, and the down projection transposed."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        rows, columns = self.gate_proj.weight.shape
+        self.first, self.second = (nn.Parameter(torch.empty(rows // 2, columns)) for _ in range(2))
+        self.down = nn.Parameter(torch.empty(rows, columns))
+        del self.gate_proj, self.down_proj
+
+
+def test_any_conversion_may_be_anchored(llava: Path, tmp_path: Path) -> None:
+    r"""transformers expands `\1` in the name of the layer, and operations name their results by the pattern."""
+    layer = r"(language_model\.layers\.\d+\.)mlp\."
+    conversions = [
+        WeightConverter(rf"{layer}gate_proj\.weight$", [r"\1mlp.first", r"\1mlp.second"], [Chunk(dim=0)]),
+        WeightConverter(rf"{layer}down_proj\.weight$", r"\1mlp.down", [Transpose(0, 1)]),
+    ]
+    patcher = Patcher({"LlamaMLP": Halves}, extra_weight_conversions=conversions)
+    model, stock = load(llava, patcher=patcher), load(llava)
+    assert plan(llava, patcher).ok
+    for mine, its in zip(model.model.language_model.layers, stock.model.language_model.layers, strict=True):
+        assert torch.equal(torch.cat([mine.mlp.first, mine.mlp.second]), its.mlp.gate_proj.weight)
+        assert torch.equal(mine.mlp.down, its.mlp.down_proj.weight.T)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == (llava / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("text", [r"\(\?=c", r"\^b", r"^\^\(\?<!x\)a", "^what it makes$"])

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralForCausalLM, ResNetConfig, WeightConverter
-from transformers.core_model_loading import Concatenate, MergeModulelist
+from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from patcher import PatchedWeightsError, Patcher, PatcherWarning, UnmatchedPatchError, plan, report
 from patcher.loading.routes import unfit_error
@@ -140,6 +141,28 @@ def test_operations_that_leave_the_sources_apart(config: Any, name: str, sources
     assert "twice" not in str(caught.value)
     layer.conversion_mapping = WeightConverter(sources, "both", [MergeModulelist(dim=0), Concatenate(dim=0)])
     AutoModelForCausalLM.from_pretrained(shared.checkpoint(config), patcher=patcher)
+
+
+class Negated(ConversionOps):
+    """Names its result as the tensor is named, or, as transformers does, by the target."""
+
+    def __init__(self, by_target: bool) -> None:
+        self.by_target = by_target
+
+    def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        ((name, (tensor,)),) = input_dict.items()
+        return {target_patterns[0] if self.by_target else name: -tensor}
+
+
+def test_an_operation_that_leaves_the_name_of_the_source() -> None:
+    folder, layer = shared.checkpoint(tiny_llama_config()), type("Layer", (LlamaMLP,), {})
+    patcher = Patcher({"LlamaMLP": layer})
+    text = r"its operations return \^up_proj\.weight, which is not in target_patterns"
+    layer.conversion_mapping = WeightConverter("^up_proj.weight", "up_proj.weight", [Negated(by_target=False)])
+    with pytest.raises(PatchedWeightsError, match=text):
+        AutoModelForCausalLM.from_pretrained(folder, patcher=patcher)
+    layer.conversion_mapping = WeightConverter("^up_proj.weight", "up_proj.weight", [Negated(by_target=True)])
+    AutoModelForCausalLM.from_pretrained(folder, patcher=patcher)
 
 
 def stacks_of_two(self: Any, config: Any) -> None:
