@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from types import CellType, FunctionType
 from typing import Any
 
+from torch import nn
+
 from patcher.compat.modeling_code import REBOUND
 from patcher.construction.gates import own_members, without_stand_ins
 from patcher.errors import PatchConstructionError
@@ -41,6 +43,11 @@ class Rebinder:
         roots = self.graph.members(cls)
         self.graph.add(roots)
         return roots
+
+    def originals(self, cls: type) -> dict[int, Any]:
+        """Return id of a replacement -> the function that it replaces in a class."""
+        nodes = self.graph.reached(self.add(cls))
+        return {id(hit.replacement): hit.original for node in nodes for hit in node.hits()}
 
     def copy(self, value: Any) -> Any:
         """Return the replacement or copy of a function or wrapper; itself, if it calls no replaced function."""
@@ -112,6 +119,11 @@ class Rebinder:
 
 
 _REBINDER = "_patcher_rebound_by"
+
+
+def rebinder_of(module: nn.Module) -> Rebinder | None:
+    """Return what made the class of a module, or the one that it is derived from, if it calls replaced functions."""
+    return getattr(type(module), _REBINDER, None)
 
 
 def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from patcher.compat.conversions import dot_natural_key
+from patcher.compat.modeling_code import REBOUND
 from patcher.compat.models import named_modules, stock_class
 from patcher.display.parts import Notes, Part, Table
 from patcher.display.shown import Displayable, pluralize
@@ -28,7 +29,8 @@ class Patched(Displayable):
 
     Attributes:
         model: the class of the model.
-        patchers: (patcher, where it was passed) of the patchers in force, the innermost first.
+        patchers: (patcher, where it was passed) of those that were in force when the model and its parts were
+            constructed, the innermost first.
         replaced: (path, original class, replacement) of the modules that are replaced.
         fused: (path, original class, fused class) of the modules that are fused.
         refused: (path, reason) of the modules that a fusion leaves unchanged.
@@ -104,8 +106,8 @@ def fields_of_record(
         built: the model, or its skeleton.
         problems: the weights that don't fit.
     """
-    names = [(in_state_dict(path), stock_class(module).__qualname__) for path, module in named_modules(built)]
-    callers = {name for _, _, classes in record.functions for name in classes}
+    modules = [(in_state_dict(path), module) for path, module in named_modules(built)]
+    calls = {path: called for path, module in modules if (called := calls_of(module, record))}
     replaced, fused, refused = _rows(record.replaced), _rows(record.fused), tuple(record.refused.items())
     weights = list(problems)
     for route in routes:
@@ -121,20 +123,26 @@ def fields_of_record(
         "fused": fused,
         "refused": refused,
         "functions": record.functions,
-        "calling": sum(name in callers for _, name in names),
+        "calling": len(calls),
         "rules": record.rules,
         "conversions_dropped": tuple((describe(transform), text) for transform, text in record.dropped),
         "new_weights": record.new_weights,
         "dropped_weights": record.dropped_weights,
         "tree": module_tree(
             model,
-            names,
+            [(path, stock_class(module).__qualname__) for path, module in modules],
             changed=[*replaced, *fused],
             refused=refused,
-            functions=record.functions,
+            functions=calls,
             weights=weights,
         ),
     }
+
+
+def calls_of(module: nn.Module, record: PatchRecord) -> tuple[tuple[str, str], ...]:
+    """Return (function, replacement) of the replaced functions that a module calls."""
+    caller = getattr(type(module), REBOUND, None)  # a fused class inherits it
+    return tuple((old, new) for old, new, callers in record.functions if caller and caller.__name__ in callers)
 
 
 def added_conversions(record: PatchRecord, model: nn.Module) -> list[str]:

@@ -14,6 +14,8 @@ from transformers.core_model_loading import WeightTransform
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import named_modules, original_class, stock_class
 from patcher.construction.in_force import InForce
+from patcher.functions.graph import Hit
+from patcher.functions.models import full_name, replaced_now
 from patcher.fusions.base import Fusion
 from patcher.layouts.carried import PickledClass, carried_by
 from patcher.layouts.transforms import select_conversions
@@ -118,6 +120,10 @@ def _unpickled(values: dict[str, Any]) -> PatchRecord:
     return PatchRecord(**values)
 
 
+def functions_of(hits: Iterable[Hit]) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
+    return tuple((hit.name, full_name(hit.replacement), hit.callers) for hit in hits)
+
+
 def record_of(model: nn.Module) -> PatchRecord | None:
     """Return the record of a patched model, or of a sub-model of one."""
     return model.__dict__.get(RECORD)
@@ -133,11 +139,24 @@ def patched_models(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel, Pat
             yield path, part, record
 
 
+def records_in(model: nn.Module) -> dict[str, PatchRecord]:
+    """Return prefix -> record of a model, and of its parts that were patched separately.
+
+    Such parts are those of `encoder_patcher=`, and what was moved into the model or exchanged in it.
+    """
+    own: dict[str, PatchRecord] = {}
+    for path, part in named_modules(model):
+        if isinstance(part, PreTrainedModel) and (record := record_of(part)) is not None:
+            around = next((own[prefix] for prefix in reversed(own) if path.startswith(prefix)), None)
+            if around is None or record.in_force != around.in_force:
+                own[inside(path)] = record
+    return own
+
+
 def joined_record(model: nn.Module) -> PatchRecord | None:
-    """Return the record of a model; of one around patched models, as `encoder_patcher=` makes it, theirs as one."""
-    if (own := record_of(model)) is not None:
-        return own
-    records = [_moved(record, inside(path)) for path, _, record in patched_models(model)]
+    """Return the record of a model, joined with those of parts that were patched separately."""
+    own = records_in(model)
+    records = [_moved(record, prefix, tuple(own)) for prefix, record in own.items()]
     if not records:
         return None
     names = ("in_force", "modules", "functions", "rules", "fusion_transforms", "routes", "dropped", "warnings")
@@ -145,8 +164,8 @@ def joined_record(model: nn.Module) -> PatchRecord | None:
         name: tuple(dict.fromkeys(item for record in records for item in getattr(record, name)))
         for name in (*names, "new_weights", "dropped_weights")
     }
-    return PatchRecord(
-        model_class=stock_class(model),  # type: ignore[arg-type]
+    return replace(
+        own.get("") or PatchRecord(stock_class(model), ()),  # type: ignore[arg-type]
         refused={path: reason for record in records for path, reason in record.refused.items()},
         read=all(record.read for record in records),
         **united,
@@ -154,7 +173,7 @@ def joined_record(model: nn.Module) -> PatchRecord | None:
 
 
 def patched_now(model: nn.Module) -> PatchRecord | None:
-    """Return the record of a model, or the joined one, with the modules that are patched now.
+    """Return the joined record of a model, with the modules that are patched and the functions that are replaced now.
 
     Some may have been removed since, exchanged, or moved here from another model.
     """
@@ -167,30 +186,36 @@ def patched_now(model: nn.Module) -> PatchRecord | None:
             if item is None or not issubclass(cls, item.replacement):  # other tools derive classes from it
                 item = PatchedModule(path, original, cls, fusion=getattr(carried_by(module), "fusion", None))
             modules.append(item)
+    functions = functions_of(replaced_now(model))
     if record is None:
-        return PatchRecord(stock_class(model), (), tuple(modules)) if modules else None  # type: ignore[arg-type]
+        if not modules and not functions:
+            return None
+        record = PatchRecord(stock_class(model), ())  # type: ignore[arg-type]
     gone = tuple(map(inside, known))
+    names = {item.original.__name__ for item in modules} | {name for name, *_ in functions}
     return replace(
         record,
         modules=tuple(modules),
+        functions=functions,
+        rules=tuple(rule for rule in record.rules if not names.isdisjoint(rule[1])),
         routes=tuple(route for route in record.routes if not any(name.startswith(gone) for name in route.parameters)),
         new_weights=tuple(name for name in record.new_weights if not name.startswith(gone)),
     )
 
 
-def _moved(record: PatchRecord, prefix: str) -> PatchRecord:
-    """Return a record by the names of a model around that of the record."""
+def _moved(record: PatchRecord, prefix: str, prefixes: Iterable[str]) -> PatchRecord:
+    """Return a record by the names of a model around that of the record, without those in parts with other records."""
+    parts = tuple(part.removeprefix(prefix) for part in prefixes if part.startswith(prefix) and part != prefix)
 
     def moved(names: Iterable[str]) -> tuple[str, ...]:
-        return tuple(map(prefix.__add__, names))
+        return tuple(prefix + name for name in names if not inside(name).startswith(parts))
 
+    routes = [route for route in record.routes if moved(route.parameters)]
     return replace(
         record,
-        modules=tuple(replace(item, path=prefix + item.path) for item in record.modules),
-        refused={prefix + path: reason for path, reason in record.refused.items()},
-        routes=tuple(
-            replace(route, keys=moved(route.keys), parameters=moved(route.parameters)) for route in record.routes
-        ),
+        modules=tuple(replace(item, path=path) for item in record.modules for path in moved([item.path])),
+        refused={prefix + path: reason for path, reason in record.refused.items() if moved([path])},
+        routes=tuple(replace(route, keys=moved(route.keys), parameters=moved(route.parameters)) for route in routes),
         new_weights=moved(record.new_weights),
         dropped_weights=moved(record.dropped_weights),
     )
