@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import CellType, FunctionType
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import nn
 from patcher.compat.modeling_code import REBOUND
 from patcher.construction.gates import own_members, without_stand_ins
 from patcher.errors import PatchConstructionError
-from patcher.functions.graph import Edge, FunctionRules, Graph, Layers, closure_of, decompose, is_followed
+from patcher.functions.graph import Edge, FunctionRules, Graph, Hit, Layers, closure_of, decompose, is_followed
 from patcher.layouts.carried import RECIPE, reduce_by_recipe
 
 lock = threading.RLock()
@@ -43,6 +43,11 @@ class Rebinder:
         roots = self.graph.members(cls)
         self.graph.add(roots)
         return roots
+
+    def references(self) -> Iterator[tuple[FunctionType, str, Hit]]:
+        """Yield the functions that find a replaced one by a global name, that name, and the replaced one."""
+        for node in map(self.graph.nodes.__getitem__, self._functions):
+            yield from ((node.value, edge.name, edge.hit) for edge in node.edges if edge.name and edge.hit is not None)
 
     def originals(self, cls: type) -> dict[int, Any]:
         """Return id of a replacement -> the function that it replaces in a class."""

@@ -47,7 +47,7 @@ class Plan(Patched):
         left_over: the unused checkpoint keys, as the load renames them.
         wrong_shape: (parameter, found, expected).
         unseen: (what may be wrong, parameters) of weights that fit by shape and may still have other values.
-        misfits: (class, where it is called, problem) of replacements that can't be called like the original.
+        misfits: (replacement, where it is called, problem) of those that can't be called like the original.
         problems: the messages that the load would raise, in order, and a message for each misfit.
     """
 
@@ -185,7 +185,8 @@ def planned_load(
     problems = [str(raised) for raised in (*diagnostics.errors, error) if raised is not None]
     problems = problems or _stock_errors(info, mismatched if not options.get("ignore_mismatched_sizes") else [])
     problems += [
-        f"{name}.forward doesn't fit a call of it, {where}: {problem}. Give it the parameters of what it replaces."
+        f"{name if ':' in name else f'{name}.forward'} doesn't fit a call of it, {where}: {problem}. Give it the "
+        "parameters of what it replaces."
         for name, where, problem in wrong_calls
     ]
     keys_of: dict[str, list[str]] = {}

@@ -55,24 +55,27 @@ def _elements(function: Function, name: str) -> set[str]:
     return variables
 
 
-def why_unfit(call: ast.Call, original: Any, patched: Any) -> str:
+def why_unfit(call: ast.Call, original: Any, patched: Any, first: tuple[None, ...] = (None,)) -> str:
     """Return why the arguments of a call fit a method but not its replacement, "" if they fit both or it is unknown.
 
     Calls that don't fit the original aren't reported: a decorator may remove or add arguments.
+
+    Args:
+        first: in the place of `self`; empty for a function.
     """
-    return "" if _mismatch(call, original) else _mismatch(call, patched)
+    return "" if _mismatch(call, original, first) else _mismatch(call, patched, first)
 
 
-def _mismatch(call: ast.Call, method: Any) -> str:
+def _mismatch(call: ast.Call, function: Any, first: tuple[None, ...]) -> str:
     try:
-        signature = inspect.signature(method)  # of the wrapped function, for a wrapper
+        signature = inspect.signature(function)  # of the wrapped function, for a wrapper
     except (TypeError, ValueError):
         return ""
     starred = any(isinstance(argument, ast.Starred) for argument in call.args)
     keywords = {keyword.arg: None for keyword in call.keywords if keyword.arg is not None}
     is_whole = not starred and len(keywords) == len(call.keywords)
     try:
-        arguments = () if starred else (None, *call.args)  # with `self`
+        arguments = () if starred else (*first, *call.args)
         (signature.bind if is_whole else signature.bind_partial)(*arguments, **keywords)
     except TypeError as error:
         return str(error)
