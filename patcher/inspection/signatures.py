@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import ast
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from patcher.compat.models import named_modules
-from patcher.errors import CodegenError
 from patcher.functions.models import full_name
 from patcher.functions.rebinding import rebinder_of
+from patcher.fusions.methods import Method, NotUnderstoodError, read_function, readable
 from patcher.loading.record import PatchedModule
-from patcher.source.call_sites import calls_of_child, methods_of, shortened, why_unfit
-from patcher.source.reading import Location, read_source
+from patcher.source.call_sites import calls_of_child, calls_of_function, shortened, why_unfit
 from patcher.spec.forward_of import shown_name
 
 
@@ -43,25 +40,20 @@ def misfits(model: nn.Module, replaced: Iterable[PatchedModule]) -> tuple[tuple[
             children[type(modules[parent]), name, in_list, module.original, module.replacement] = None
     rows: dict[tuple[str, str, str], None] = {}
     for cls, name, in_list, original, new in children:
-        bases = [base for base in cls.__mro__ if not base.__module__.startswith(("torch.", "builtins"))]
-        callers = [(base, caller) for base in bases for caller in methods_of(base)]
-        for base, caller in callers:
-            for call in calls_of_child(caller, name, in_list):
+        for _, method in readable(cls):
+            for call in calls_of_child(method.node, name, in_list):
                 if problem := why_unfit(call, original.forward, new.forward):
-                    file = Path(sys.modules[base.__module__].__file__ or "").name
-                    where = f"{base.__name__}.{caller.name}, line {call.lineno} of {file}: {shortened(call)}"
-                    rows[shown_name(new), where, problem] = None
-    return (*rows, *_of_functions(model))
-
-
-def _of_functions(model: nn.Module) -> Iterator[tuple[str, str, str]]:
-    """Yield the same of calls of functions."""
-    rebinders = dict.fromkeys(filter(None, (rebinder_of(module) for _, module in named_modules(model))))
+                    rows[shown_name(new), _where(method, call), problem] = None
+    rebinders = dict.fromkeys(filter(None, map(rebinder_of, modules.values())))
     for function, name, hit in (item for rebinder in rebinders for item in rebinder.references()):
-        with suppress(CodegenError):  # without a source
-            source = read_source(function, "", Location("", 0))
-            calls = [call for call in ast.walk(source.tree()) if isinstance(call, ast.Call)]
-            for call in (call for call in calls if isinstance(call.func, ast.Name) and call.func.id == name):
+        with suppress(NotUnderstoodError):
+            method = read_function(function)
+            for call in calls_of_function(method.node, name):
                 if problem := why_unfit(call, hit.original, hit.replacement, ()):
-                    line = f"line {source.line + call.lineno - 1} of {Path(source.file).name}"
-                    yield full_name(hit.replacement), f"{function.__qualname__}, {line}: {shortened(call)}", problem
+                    rows[full_name(hit.replacement), _where(method, call), problem] = None
+    return tuple(rows)
+
+
+def _where(method: Method, call: ast.Call) -> str:
+    file, _, line = method.at(call.lineno).rpartition(":")
+    return f"{method.function.__qualname__}, line {line} of {file}: {shortened(call)}"

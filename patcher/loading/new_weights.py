@@ -33,7 +33,7 @@ from patcher.layouts.sharded import distribute_like, full_tensor, to_meta
 from patcher.loading.findings import sort_names
 from patcher.loading.load import Loaded, Request
 from patcher.loading.reading import expressions_for
-from patcher.loading.record import joined_record, record_of, records_in
+from patcher.loading.record import joined_record, patched_models, record_of
 from patcher.loading.saving import SavePlan, load_if_offloaded, plan_original_format
 from patcher.loading.state_dicts import check_in_memory, model_of_transformers
 from patcher.patterns import compress, inside
@@ -157,7 +157,7 @@ _IRRELEVANT = frozenset({"name", "transformers", "fingerprints", "strict"})
 
 def _patcher_of(model: nn.Module) -> Patcher:
     """Return the patchers that a model was loaded with, as one."""
-    if parts := [prefix.rstrip(".") for prefix in records_in(model) if prefix]:
+    if parts := [path for path, *_ in patched_models(model, separately=True) if path]:
         raise InvalidPatcherError(
             f"{', '.join(parts)} of {type(model).__name__} were patched separately, each with a patcher of its own. "
             f"Save and load the new weights of each: save_new_weights(model.{parts[0]}, folder)."

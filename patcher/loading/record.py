@@ -129,33 +129,27 @@ def record_of(model: nn.Module) -> PatchRecord | None:
     return model.__dict__.get(RECORD)
 
 
-def patched_models(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel, PatchRecord]]:
-    """Yield (path, model, record) of each outermost patched model."""
-    outer: list[str] = []
-    for path, part in named_modules(model):
-        record = record_of(part)
-        if record is not None and isinstance(part, PreTrainedModel) and not path.startswith(tuple(outer)):
-            outer.append(inside(path))
-            yield path, part, record
+def patched_models(
+    model: nn.Module, *, separately: bool = False
+) -> Iterator[tuple[str, PreTrainedModel, PatchRecord]]:
+    """Yield (path, model, record) of each outermost patched model.
 
-
-def records_in(model: nn.Module) -> dict[str, PatchRecord]:
-    """Return prefix -> record of a model, and of its parts that were patched separately.
-
-    Such parts are those of `encoder_patcher=`, and what was moved into the model or exchanged in it.
+    Args:
+        separately: whether to yield also parts of these that were patched by other patchers, such as those that were
+            moved or exchanged.
     """
-    own: dict[str, PatchRecord] = {}
+    records: dict[str, PatchRecord] = {}
     for path, part in named_modules(model):
-        if isinstance(part, PreTrainedModel) and (record := record_of(part)) is not None:
-            around = next((own[prefix] for prefix in reversed(own) if path.startswith(prefix)), None)
-            if around is None or record.in_force != around.in_force:
-                own[inside(path)] = record
-    return own
+        if (record := record_of(part)) is not None and isinstance(part, PreTrainedModel):
+            around = next((records[prefix] for prefix in reversed(records) if path.startswith(prefix)), None)
+            if around is None or (separately and record.in_force != around.in_force):
+                records[inside(path)] = record
+                yield path, part, record
 
 
 def joined_record(model: nn.Module) -> PatchRecord | None:
     """Return the record of a model, joined with those of parts that were patched separately."""
-    own = records_in(model)
+    own = {inside(path): record for path, _, record in patched_models(model, separately=True)}
     records = [_moved(record, prefix, tuple(own)) for prefix, record in own.items()]
     if not records:
         return None

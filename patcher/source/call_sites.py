@@ -1,4 +1,4 @@
-"""The calls of a module's children in modeling code, and whether their arguments fit a signature. Nothing is run.
+"""The calls of functions and children in modeling code, and whether their arguments fit a signature. Nothing is run.
 
 Calls are followed as modeling code writes them: `self.mlp(...)`, lists of layers and loops over them.
 """
@@ -7,22 +7,15 @@ from __future__ import annotations
 
 import ast
 import inspect
-import sys
-from collections.abc import Iterator
 from typing import Any
-
-from patcher.source.reading import file_tree
-from patcher.source.scopes import top_level
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def methods_of(cls: type) -> Iterator[Function]:
-    """Yield the methods in the body of a class; none without a file, as for classes of an interactive session."""
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    for node in top_level(file_tree(file or "").body):
-        if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
-            yield from (member for member in top_level(node.body) if isinstance(member, Function))
+def calls_of_function(tree: ast.AST, name: str) -> list[ast.Call]:
+    """Return the calls of a global function."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == name]
 
 
 def calls_of_child(function: Function, name: str, listed: bool) -> list[ast.Call]:
