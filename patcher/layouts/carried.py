@@ -142,10 +142,13 @@ class ModuleLayouts:
                 others = () if name in tensors else (other for key, other in tensors.items() if key.startswith(layer))
                 value = tensors.get(name, next(filter(is_quantized, others), None))
                 if value is not None and is_quantized(value):
+                    instead = "if only fusions made it, save_original_format=False saves it as it is"
+                    if name not in fused:
+                        instead = "keep the checkpoint in full precision, and quantize it at each load"
                     raise _not_saved(
                         f"{prefix}{name}",
                         f"it is quantized ({type(value).__name__} of {value.dtype}), and its scales fit this layout "
-                        "only (if only fusions made it, save_original_format=False saves it as it is)",
+                        f"only ({instead})",
                     )
         for layout in self.layouts:
             both = [name for name in layout.stock if name in tensors and name not in layout.fused]

@@ -413,7 +413,7 @@ class Router:
         for route in self.routing.routes if keeps else ():
             targets = self.state.keys() & set(route.parameters) - unchanged if route.layout is not None else ()
             if any(is_quantized_tensor(self.state[target]) for target in targets):
-                self.problems["unquantized"] += route.keys
+                self.problems["unquantized"] += {*route.keys} - {*self.problems["quantized"]}
 
 
 def arrange_in_blocks(rest: dict[str, Any], keys: Mapping[str, str], layouts: Iterable[Layout]) -> None:
