@@ -73,7 +73,7 @@ def replaced_now(model: nn.Module) -> tuple[Hit, ...]:
             calling.setdefault(rebinder.layers, {}).setdefault(cls, []).append(module)
     merged: dict[tuple[int, int], Hit] = {}
     for layers, modules in calling.items():
-        for hit in _Search(type(model).__name__, modules, Rebinder(layers)).replaced():
+        for hit in _Search(type(model).__name__, modules, Rebinder(layers)).replaced:
             key = id(hit.original), id(hit.replacement)
             callers = {*hit.callers, *(merged[key].callers if key in merged else ())}
             merged[key] = replace(hit, callers=tuple(sorted(callers)))
@@ -126,22 +126,17 @@ class _Search:
         self.called: set[int] = set()
         self.chosen: dict[int, tuple[str, str, str]] = {}
 
-    def replaced(self) -> tuple[Hit, ...]:
-        """Return the functions that the classes call replacements of."""
-        for cls, modules in self.modules.items():
-            self._follow(cls, self.roots[cls], modules)
-        return self._called()
+        for cls, instances in modules.items():
+            self._follow(cls, self.roots[cls], instances)
 
-    def _called(self) -> tuple[Hit, ...]:
-        return tuple(
-            replace(hit, callers=tuple(sorted(callers)))
-            for key, (hit, callers) in self.hits.items()
-            if key in self.called
-        )
+    @property
+    def replaced(self) -> tuple[Hit, ...]:
+        """The functions that are called and replaced."""
+        called = [hit for key, hit in self.hits.items() if key in self.called]
+        return tuple(replace(hit, callers=tuple(sorted(callers))) for hit, callers in called)
 
     def result(self) -> Functions:
         for cls, modules in self.modules.items():
-            self._follow(cls, self.roots[cls], modules)
             self._check_running(cls, [edge for edge in self.roots[cls] if edge.name != "__init__"])
             for module in modules:
                 edges = [self.graph.edge(value, f"its attribute {name!r}") for name, value in attributes(module)]
@@ -156,7 +151,7 @@ class _Search:
         modeling = [node for node in unique if is_architecture_module(getattr(node.value, "__module__", None) or "")]
         edges = [edge for node in modeling for edge in node.edges if not edge.kind]
         return Functions(
-            replaced=self._called(),
+            replaced=self.replaced,
             known=frozenset(edge.name for edge in edges if callable(edge.to) and not isinstance(edge.to, type)) - {""},
             hints={name: hint for name, hint in self._hints(modeling) if name},
             rebinder=self.rebinder,

@@ -14,6 +14,8 @@ from patcher.compat.models import named_modules, stock_class
 from patcher.display.parts import Notes, Part, Table
 from patcher.display.shown import Displayable, pluralize
 from patcher.display.tree import ModuleNode, Weights, module_tree
+from patcher.functions.graph import Hit
+from patcher.functions.models import full_name, replaced_now
 from patcher.layouts.carried import fused_modules
 from patcher.layouts.conversion import Converted
 from patcher.layouts.transforms import describe
@@ -107,7 +109,9 @@ def fields_of_record(
         problems: the weights that don't fit.
     """
     modules = [(in_state_dict(path), module) for path, module in named_modules(built)]
-    calls = {path: called for path, module in modules if (called := calls_of(module, record))}
+    hits = replaced_now(built)
+    calls = {path: called for path, module in modules if (called := _calls_of(module, hits))}
+    names = {item.original.__name__ for item in record.modules} | {hit.name for hit in hits}
     replaced, fused, refused = _rows(record.replaced), _rows(record.fused), tuple(record.refused.items())
     weights = list(problems)
     for route in routes:
@@ -122,9 +126,9 @@ def fields_of_record(
         "replaced": replaced,
         "fused": fused,
         "refused": refused,
-        "functions": record.functions,
+        "functions": tuple((hit.name, full_name(hit.replacement), hit.callers) for hit in hits),
         "calling": len(calls),
-        "rules": record.rules,
+        "rules": tuple(rule for rule in record.rules if not names.isdisjoint(rule[1])),
         "conversions_dropped": tuple((describe(transform), text) for transform, text in record.dropped),
         "new_weights": record.new_weights,
         "dropped_weights": record.dropped_weights,
@@ -139,10 +143,10 @@ def fields_of_record(
     }
 
 
-def calls_of(module: nn.Module, record: PatchRecord) -> tuple[tuple[str, str], ...]:
+def _calls_of(module: nn.Module, hits: Iterable[Hit]) -> tuple[tuple[str, str], ...]:
     """Return (function, replacement) of the replaced functions that a module calls."""
     caller = getattr(type(module), REBOUND, None)  # a fused class inherits it
-    return tuple((old, new) for old, new, callers in record.functions if caller and caller.__name__ in callers)
+    return tuple((hit.name, full_name(hit.replacement)) for hit in hits if caller and caller.__name__ in hit.callers)
 
 
 def added_conversions(record: PatchRecord, model: nn.Module) -> list[str]:

@@ -35,7 +35,7 @@ from patcher.functions.models import NO_FUNCTIONS, Functions
 from patcher.layouts.transforms import SelectedConversions, converts, select_conversions
 from patcher.loading.findings import Diagnostics, outcome_of_modules
 from patcher.loading.initial_values import frozen_parameters
-from patcher.loading.record import RECORD, PatchedModule, PatchRecord, functions_of, record_of, store_record
+from patcher.loading.record import RECORD, PatchedModule, PatchRecord, record_of, store_record
 from patcher.loading.routes import Routing
 from patcher.loading.state_dicts import carry_routes
 from patcher.resolution.resolution import NO_CHANGE, Resolution, fuse_constructed_modules
@@ -238,7 +238,6 @@ def summarize(
         modules=tuple(patched),
         refused=dict(resolution.refused),
         fusion_transforms=plan.transforms,
-        functions=functions_of(functions.replaced),
         rules=(
             *((rule, tuple(names)) for rule, names in rules.items()),
             *((f"function_mapping[{item.keys[0][1]!r}]", (item.name,)) for item in functions.replaced),

@@ -14,8 +14,7 @@ from transformers.core_model_loading import WeightTransform
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import named_modules, original_class, stock_class
 from patcher.construction.in_force import InForce
-from patcher.functions.graph import Hit
-from patcher.functions.models import full_name, replaced_now
+from patcher.functions.rebinding import rebinder_of
 from patcher.fusions.base import Fusion
 from patcher.layouts.carried import PickledClass, carried_by
 from patcher.layouts.transforms import select_conversions
@@ -53,8 +52,6 @@ class PatchRecord:
     refused: Mapping[str, str] = field(default_factory=dict)
     #: path -> the fusion of a module that has been unfused since
     unfused: Mapping[str, str | Fusion] = field(default_factory=dict)
-    #: (function, replacement, the classes that call it) of each function that is replaced
-    functions: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
     #: (key of a mapping, the classes or functions that it matched)
     rules: tuple[tuple[str, tuple[str, ...]], ...] = ()
     fusion_transforms: tuple[WeightTransform, ...] = ()
@@ -120,10 +117,6 @@ def _unpickled(values: dict[str, Any]) -> PatchRecord:
     return PatchRecord(**values)
 
 
-def functions_of(hits: Iterable[Hit]) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
-    return tuple((hit.name, full_name(hit.replacement), hit.callers) for hit in hits)
-
-
 def record_of(model: nn.Module) -> PatchRecord | None:
     """Return the record of a patched model, or of a sub-model of one."""
     return model.__dict__.get(RECORD)
@@ -153,7 +146,7 @@ def joined_record(model: nn.Module) -> PatchRecord | None:
     records = [_moved(record, prefix, tuple(own)) for prefix, record in own.items()]
     if not records:
         return None
-    names = ("in_force", "modules", "functions", "rules", "fusion_transforms", "routes", "dropped", "warnings")
+    names = ("in_force", "modules", "rules", "fusion_transforms", "routes", "dropped", "warnings")
     united: dict[str, Any] = {
         name: tuple(dict.fromkeys(item for record in records for item in getattr(record, name)))
         for name in (*names, "new_weights", "dropped_weights")
@@ -167,7 +160,7 @@ def joined_record(model: nn.Module) -> PatchRecord | None:
 
 
 def patched_now(model: nn.Module) -> PatchRecord | None:
-    """Return the joined record of a model, with the modules that are patched and the functions that are replaced now.
+    """Return the joined record of a model, with the modules that are patched now.
 
     Some may have been removed since, exchanged, or moved here from another model.
     """
@@ -180,18 +173,14 @@ def patched_now(model: nn.Module) -> PatchRecord | None:
             if item is None or not issubclass(cls, item.replacement):  # other tools derive classes from it
                 item = PatchedModule(path, original, cls, fusion=getattr(carried_by(module), "fusion", None))
             modules.append(item)
-    functions = functions_of(replaced_now(model))
     if record is None:
-        if not modules and not functions:
+        if not modules and not any(rebinder_of(module) for _, module in named_modules(model)):
             return None
         record = PatchRecord(stock_class(model), ())  # type: ignore[arg-type]
     gone = tuple(map(inside, known))
-    names = {item.original.__name__ for item in modules} | {name for name, *_ in functions}
     return replace(
         record,
         modules=tuple(modules),
-        functions=functions,
-        rules=tuple(rule for rule in record.rules if not names.isdisjoint(rule[1])),
         routes=tuple(route for route in record.routes if not any(name.startswith(gone) for name in route.parameters)),
         new_weights=tuple(name for name in record.new_weights if not name.startswith(gone)),
     )
@@ -227,7 +216,6 @@ def _part(record: PatchRecord, prefix: str, model_class: Any) -> PatchRecord:
         is_part=True,
         in_force=record.in_force,
         read=record.read,
-        functions=record.functions,
         rules=record.rules,
         modules=tuple(
             replace(item, path=item.path[len(prefix) :])
