@@ -327,7 +327,8 @@ class Router:
         if before != keys and (is_added or was_added or name in self.part_names):
             others = [key for key in (*before, *keys) if key != name]
             as_it_is = "as it is" if name in (*before, *keys) else f"as {others.pop()}"
-            swap = " (renamings run one after another: they exchange names through a third)" if is_added else ""
+            renames = is_added and len(before) == len(keys) == 1
+            swap = " (renamings run one after another: they exchange names through a third)" if renames else ""
             self.problems["twice"].append(f"{name} twice: {as_it_is}, and as {', '.join(others)}{swap}")
 
     def _join_parts(self) -> None:
