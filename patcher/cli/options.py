@@ -47,8 +47,8 @@ def _argument(metavar: str, text: str, kind: Any = str) -> Parameter:
     return Parameter(Annotated[kind, typer.Argument(metavar=metavar, help=text)], inspect.Parameter.empty, metavar)
 
 
-def _option(names: str, metavar: str | None, text: str, kind: Any = str) -> Parameter:
-    option = typer.Option(*names.split(), metavar=metavar, help=text)
+def _option(names: str, metavar: str | None, text: str, kind: Any = str, **limits: float) -> Parameter:
+    option: Any = typer.Option(*names.split(), metavar=metavar, help=text, **limits)  # type: ignore[arg-type]
     return Parameter(Annotated[kind | None, option], None, names.split()[-1])
 
 
@@ -69,7 +69,9 @@ OPTIONS = {
     "dtype": _option("--dtype", None, "The dtype of the model [default: float32, of bench the checkpoint's].", _DTYPE),
     "stage": _repeated("--stage", "NAME", "Run only this stage, such as training or save"),
     "quick": _flag("--quick", "Take a tenth of the time: find wrong weights, but not what only some inputs show."),
-    "seconds": _option("--seconds", "FLOAT", "How long to measure; more time resolves smaller differences.", float),
+    "seconds": _option(
+        "--seconds", "FLOAT", "How long to measure; more resolves smaller differences.", float, min=0.1
+    ),
     "measure": _repeated("--measure", "NAME", "Measure only this, such as decode or memory"),
     "unverified": _flag("--no-verify", "Don't compare the patched model with stock."),
     "push": _option("--push", "REPO", "Push it to this repo on the hub, which is created if needed."),

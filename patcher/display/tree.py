@@ -64,7 +64,7 @@ class ModuleNode(NamedTuple):
         was: the original class.
         becomes: the class that replaces it; "" if none does.
         reason: why a fusion leaves it unchanged.
-        functions: (function, replacement) of the replaced functions that its class calls.
+        functions: (function, replacement) of the replaced functions that it calls.
         weights: the tensors that aren't read unchanged.
         children: the child modules.
     """
@@ -118,7 +118,7 @@ def module_tree(
     *,
     changed: Iterable[tuple[str, str, str]] = (),
     refused: Iterable[tuple[str, str]] = (),
-    functions: Iterable[tuple[str, str, tuple[str, ...]]] = (),
+    functions: Mapping[str, tuple[tuple[str, str], ...]] | None = None,
     weights: Iterable[Weights] = (),
 ) -> ModuleNode:
     """Return the tree of a model.
@@ -133,7 +133,7 @@ def module_tree(
         modules: (path, class) of every module, in order.
         changed: (path, class, replacement) of the modules that are replaced or fused.
         refused: (path, reason) of the modules that fusions leave unchanged.
-        functions: (function, replacement, the classes that call it).
+        functions: path -> (function, replacement) of the replaced functions that the module calls.
         weights: the tensors that aren't read unchanged, by their full names. `kept` ones are stock conversions, shown
             at replaced modules only. Tensors that belong to no module are shown at the model.
     """
@@ -141,7 +141,7 @@ def module_tree(
     becomes: dict[str, str] = {}
     for path, was, new in changed:
         classes[path], becomes[path] = was, new
-    reasons, calls = dict(refused), tuple(functions)
+    reasons, calls = dict(refused), functions or {}
     below: dict[str, dict[str, None]] = {}
     for path in (*classes, *reasons):
         while path:
@@ -161,9 +161,8 @@ def module_tree(
 
     def folded(name: str, path: str) -> ModuleNode:
         was = classes.get(path, "")
-        called = tuple((old, new) for old, new, callers in calls if was in callers)
         converted = alike_as_one(weights_of.get(path, ()))
-        node = ModuleNode(name, was, becomes.get(path, ""), reasons.get(path, ""), called, converted)
+        node = ModuleNode(name, was, becomes.get(path, ""), reasons.get(path, ""), calls.get(path, ()), converted)
         identical: dict[tuple[str, ModuleNode], list[str]] = {}
         for child in below.get(path, ()):
             inner = folded(child, inside(path) + child)

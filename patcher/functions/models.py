@@ -13,11 +13,11 @@ from typing import Any
 from torch import nn
 
 from patcher.compat.attributes import attributes
-from patcher.compat.modeling_code import chosen_in, is_architecture_module, unrebound
+from patcher.compat.modeling_code import REBOUND, chosen_in, is_architecture_module, unrebound
 from patcher.compat.models import named_modules
 from patcher.errors import PatchConstructionError
 from patcher.functions.graph import BUILDS, SHARED, Edge, Hit, Layers, Node, decompose, references_of
-from patcher.functions.rebinding import Rebinder, lock, rebinders
+from patcher.functions.rebinding import Rebinder, lock, rebinder_of, rebinders
 from patcher.spec.like import reference
 
 #: `module:name` of a function, as reports show it.
@@ -58,7 +58,26 @@ def find_functions(model: nn.Module, layers: Layers) -> Functions:
     Raises:
         PatchConstructionError: if a function can't be replaced for one model alone.
     """
-    return _Search(model, Rebinder(layers)).result()
+    modules: dict[type[nn.Module], list[nn.Module]] = {}
+    for _, module in named_modules(model):  # by class; parts may be patched already
+        modules.setdefault(unrebound(type(module)), []).append(module)
+    return _Search(type(model).__name__, modules, Rebinder(layers)).result()
+
+
+def replaced_now(model: nn.Module) -> tuple[Hit, ...]:
+    """Return the functions that modules of a model call replacements of, in whatever model they were replaced."""
+    calling: dict[Layers, dict[type[nn.Module], list[nn.Module]]] = {}
+    for _, module in named_modules(model):
+        if (rebinder := rebinder_of(module)) is not None:
+            cls = getattr(type(module), REBOUND)  # a fused class inherits it
+            calling.setdefault(rebinder.layers, {}).setdefault(cls, []).append(module)
+    merged: dict[tuple[int, int], Hit] = {}
+    for layers, modules in calling.items():
+        for hit in _Search(type(model).__name__, modules, Rebinder(layers)).replaced:
+            key = id(hit.original), id(hit.replacement)
+            callers = {*hit.callers, *(merged[key].callers if key in merged else ())}
+            merged[key] = replace(hit, callers=tuple(sorted(callers)))
+    return tuple(merged.values())
 
 
 def swap_functions(model: nn.Module, functions: Functions) -> None:
@@ -78,37 +97,46 @@ def swap_functions(model: nn.Module, functions: Functions) -> None:
 def restore_functions(model: nn.Module) -> None:
     """Restore the original functions in a model, in place."""
     for _, module in named_modules(model):
-        module.__class__ = unrebound(type(module))
+        rebinder, cls = rebinder_of(module), unrebound(type(module))
+        originals = {} if rebinder is None else rebinder.originals(cls)
+        module.__class__ = cls
         for name, value in list(attributes(module)):
-            module.__dict__[name] = _restored(value)
+            module.__dict__[name] = _restored(value, originals)
 
 
-def _restored(value: Any) -> Any:
+def _restored(value: Any, originals: Mapping[int, Any]) -> Any:
+    if id(value) in originals:
+        return originals[id(value)]
     if isinstance(value, FunctionType):
         return unrebound(value)
     parts, build = decompose(value) or ((), None)
-    restored = tuple(map(_restored, parts))
+    restored = tuple(_restored(part, originals) for part in parts)
     return build(*restored) if build is not None and any(map(operator.is_not, restored, parts)) else value
 
 
 class _Search:
-    """The search through one model."""
+    """The search through the modules of one model, by class."""
 
-    def __init__(self, model: nn.Module, rebinder: Rebinder) -> None:
-        self.model, self.rebinder, self.graph = model, rebinder, rebinder.graph
-        self.modules: dict[type[nn.Module], list[nn.Module]] = {}
-        for _, module in named_modules(model):  # by class; parts may be patched already
-            self.modules.setdefault(unrebound(type(module)), []).append(module)
-        self.roots = {cls: rebinder.add(cls) for cls in self.modules}
+    def __init__(self, model: str, modules: Mapping[type[nn.Module], list[nn.Module]], rebinder: Rebinder) -> None:
+        self.model, self.modules, self.rebinder, self.graph = model, modules, rebinder, rebinder.graph
+        self.roots = {cls: rebinder.add(cls) for cls in modules}
         #: id of an original -> its replacement, and the names of the classes that refer to it
         self.hits: dict[int, tuple[Hit, dict[str, None]]] = {}
         #: ids of the originals that are called; id of another -> what the configs choose instead
         self.called: set[int] = set()
         self.chosen: dict[int, tuple[str, str, str]] = {}
 
+        for cls, instances in modules.items():
+            self._follow(cls, self.roots[cls], instances)
+
+    @property
+    def replaced(self) -> tuple[Hit, ...]:
+        """The functions that are called and replaced."""
+        called = [hit for key, hit in self.hits.items() if key in self.called]
+        return tuple(replace(hit, callers=tuple(sorted(callers))) for hit, callers in called)
+
     def result(self) -> Functions:
         for cls, modules in self.modules.items():
-            self._follow(cls, self.roots[cls], modules)
             self._check_running(cls, [edge for edge in self.roots[cls] if edge.name != "__init__"])
             for module in modules:
                 edges = [self.graph.edge(value, f"its attribute {name!r}") for name, value in attributes(module)]
@@ -123,11 +151,7 @@ class _Search:
         modeling = [node for node in unique if is_architecture_module(getattr(node.value, "__module__", None) or "")]
         edges = [edge for node in modeling for edge in node.edges if not edge.kind]
         return Functions(
-            replaced=tuple(
-                replace(hit, callers=tuple(sorted(callers)))
-                for key, (hit, callers) in self.hits.items()
-                if key in self.called
-            ),
+            replaced=self.replaced,
             known=frozenset(edge.name for edge in edges if callable(edge.to) and not isinstance(edge.to, type)) - {""},
             hints={name: hint for name, hint in self._hints(modeling) if name},
             rebinder=self.rebinder,
@@ -228,7 +252,7 @@ class _Search:
     def _error(self, cls: type, hits: Iterable[Hit], reason: str) -> PatchConstructionError:
         what = ", ".join(sorted({repr(hit.keys[0][1]) for hit in hits}))
         return PatchConstructionError(
-            f"function_mapping: {what} can't be replaced for {type(self.model).__name__} alone: {reason}. "
+            f"function_mapping: {what} can't be replaced for {self.model} alone: {reason}. "
             f"Replace {cls.__name__} as a whole instead, with class_mapping."
         )
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import CellType, FunctionType
 from typing import Any
+
+from torch import nn
 
 from patcher.compat.modeling_code import REBOUND
 from patcher.construction.gates import own_members, without_stand_ins
 from patcher.errors import PatchConstructionError
-from patcher.functions.graph import Edge, FunctionRules, Graph, Layers, closure_of, decompose, is_followed
+from patcher.functions.graph import Edge, FunctionRules, Graph, Hit, Layers, closure_of, decompose, is_followed
 from patcher.layouts.carried import RECIPE, reduce_by_recipe
 
 lock = threading.RLock()
@@ -41,6 +43,16 @@ class Rebinder:
         roots = self.graph.members(cls)
         self.graph.add(roots)
         return roots
+
+    def references(self) -> Iterator[tuple[FunctionType, str, Hit]]:
+        """Yield the functions that find a replaced one by a global name, that name, and the replaced one."""
+        for node in map(self.graph.nodes.__getitem__, self._functions):
+            yield from ((node.value, edge.name, edge.hit) for edge in node.edges if edge.name and edge.hit is not None)
+
+    def originals(self, cls: type) -> dict[int, Any]:
+        """Return id of a replacement -> the function that it replaces in a class."""
+        nodes = self.graph.reached(self.add(cls))
+        return {id(hit.replacement): hit.original for node in nodes for hit in node.hits()}
 
     def copy(self, value: Any) -> Any:
         """Return the replacement or copy of a function or wrapper; itself, if it calls no replaced function."""
@@ -112,6 +124,11 @@ class Rebinder:
 
 
 _REBINDER = "_patcher_rebound_by"
+
+
+def rebinder_of(module: nn.Module) -> Rebinder | None:
+    """Return what made the class of a module, or the one that it is derived from, if it calls replaced functions."""
+    return getattr(type(module), _REBINDER, None)
 
 
 def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:

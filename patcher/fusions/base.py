@@ -188,7 +188,9 @@ def why_unlike(names: Sequence[str], layers: Sequence[nn.Module | None]) -> str:
     """Why layers can't be joined as rows of one linear layer, "" if they can."""
     for name, layer in zip(names, layers, strict=True):
         if type(layer) is not nn.Linear:
-            return f"{name} is {'absent' if layer is None else f'a {type(layer).__qualname__}, not an nn.Linear'}"
+            cls = type(layer)
+            other = f" of {cls.__module__}" if cls.__name__ == "Linear" else ""  # of an adapter or a quantizer
+            return f"{name} is {'absent' if layer is None else f'a {cls.__qualname__}{other}, not an nn.Linear'}"
         if reason := more_than_a_weight_and_bias(layer):
             return f"{name} {reason}"
     linears: Any = layers

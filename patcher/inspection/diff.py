@@ -6,7 +6,7 @@ import difflib
 import inspect
 import os
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from textwrap import indent
 from typing import Any, NamedTuple
@@ -16,19 +16,17 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher.checkpoints.model_classes import config_of, model_class_of
 from patcher.compat.conversions import dot_natural_key
-from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import stock_class
-from patcher.construction.in_force import InForce
 from patcher.display.parts import Code, Notes, Part, visible
 from patcher.display.shown import Displayable, pluralize
 from patcher.errors import InvalidPatcherError
-from patcher.functions.models import full_name
+from patcher.functions.models import full_name, replaced_now
 from patcher.inspection.class_texts import composed
-from patcher.inspection.plan import plan
+from patcher.inspection.plan import planned_load
 from patcher.integrations import install
-from patcher.loading.record import patched_models
-from patcher.patterns import compress, inside
-from patcher.resolution.resolution import Resolution, resolve_in_force
+from patcher.loading.load import Constructed
+from patcher.loading.record import PatchedModule, patched_now
+from patcher.patterns import compress
 from patcher.source.texts import dedented
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
@@ -74,7 +72,7 @@ class Diff(Displayable):
 
     Attributes:
         model: the class of the model.
-        classes: the classes that are replaced or fused, in the order of the modules.
+        classes: the classes that are replaced or fused, in the order of their paths.
         functions: the functions that are replaced.
         problems: the reasons for which a load would fail, and its warnings, such as a key that matches nothing.
     """
@@ -154,11 +152,8 @@ def diff(
             raise InvalidPatcherError(
                 f"diff needs a patcher for {reprlib.repr(model)}, which isn't loaded; write diff(model, Patcher(...))."
             )
-        resolutions = {
-            inside(path): resolve_in_force(record.in_force, record.model_class, part.config)
-            for path, part, record in patched_models(model)
-        }
-        return _diff(stock_class(model).__name__, resolutions)
+        record = patched_now(model)
+        return _diff(model, () if record is None else record.modules)
     if isinstance(model, type) and issubclass(model, PreTrainedModel):
         if model.config_class is None:
             raise InvalidPatcherError(f"{model.__name__} has no config class; write diff(config, patcher).")
@@ -168,33 +163,34 @@ def diff(
     else:
         config = config_of(model, options)
         cls = model_class_of(config, model_class, model, options)
-    result = _diff(cls.__name__, {"": resolve_in_force((InForce(patcher, "diff()"),), cls, config)})
-    planned = plan(config, patcher, model_class=cls)
+    planned, load, error = planned_load(config, patcher, cls, None, {})
+    if not isinstance(load, Constructed):  # a preset has drifted, or nothing can be constructed
+        _, load, error = planned_load(config, patcher.replace(fingerprints={}, transformers=""), cls, None, {})
+    if not isinstance(load, Constructed):
+        assert error is not None
+        raise error
+    result = _diff(load.model, load.record.modules)
     return replace(result, problems=(*planned.problems, *planned.warnings))
 
 
-def _diff(model: str, resolutions: Mapping[str, Resolution]) -> Diff:
-    """Return the diff of a model of which parts are patched: prefix of the names in a part -> its resolution."""
-    classes = [entry for prefix, resolution in resolutions.items() for entry in _classes(resolution, prefix)]
-    functions = [entry for resolution in resolutions.values() for entry in _functions(resolution)]
-    return Diff(model, tuple(classes), tuple(dict.fromkeys(functions)))
+def _diff(model: PreTrainedModel, modules: Iterable[PatchedModule]) -> Diff:
+    """Return the diff of a constructed model with these patched modules."""
+    return Diff(stock_class(model).__name__, tuple(_classes(modules)), tuple(_functions(model)))
 
 
-def _classes(resolution: Resolution, prefix: str) -> Iterator[ClassDiff]:
-    fusions, replacements = resolution.fusion_plan.by_path, {**resolution.replaced, **resolution.fused}
+def _classes(modules: Iterable[PatchedModule]) -> Iterator[ClassDiff]:
     grouped: dict[tuple[type[nn.Module], type[nn.Module], str], list[str]] = {}
-    for path in sorted(replacements, key=dot_natural_key):
-        key = unrebound(resolution.original_classes[path]), replacements[path], str(fusions.get(path, ""))
-        grouped.setdefault(key, []).append(path)
+    for item in sorted(modules, key=lambda item: dot_natural_key(item.path)):
+        grouped.setdefault((item.original, item.replacement, str(item.fusion or "")), []).append(item.path)
     for (original, replacement, fusion), paths in grouped.items():
         was = _dotted_name(original)
         becomes = f"{was}, fused by {fusion!r}" if fusion else _dotted_name(replacement)
         text = _unified_diff(was, becomes, *composed(original, replacement))
-        yield ClassDiff(tuple(compress(map(prefix.__add__, paths))), was, becomes, text)
+        yield ClassDiff(tuple(compress(paths)), was, becomes, text)
 
 
-def _functions(resolution: Resolution) -> Iterator[FunctionDiff]:
-    for function in resolution.functions.replaced:
+def _functions(model: PreTrainedModel) -> Iterator[FunctionDiff]:
+    for function in replaced_now(model):
         was, becomes = _dotted_name(function.original), _dotted_name(function.replacement)
         text = _unified_diff(was, becomes, _source_of(function.original), _source_of(function.replacement))
         yield FunctionDiff(function.callers, was, becomes, text)

@@ -9,10 +9,13 @@ from typing import Any
 from torch import nn
 
 from patcher.compat.conversions import dot_natural_key
+from patcher.compat.modeling_code import REBOUND
 from patcher.compat.models import named_modules, stock_class
 from patcher.display.parts import Notes, Part, Table
 from patcher.display.shown import Displayable, pluralize
 from patcher.display.tree import ModuleNode, Weights, module_tree
+from patcher.functions.graph import Hit
+from patcher.functions.models import full_name, replaced_now
 from patcher.layouts.carried import fused_modules
 from patcher.layouts.conversion import Converted
 from patcher.layouts.transforms import describe
@@ -28,7 +31,8 @@ class Patched(Displayable):
 
     Attributes:
         model: the class of the model.
-        patchers: (patcher, where it was passed) of the patchers in force, the innermost first.
+        patchers: (patcher, where it was passed) of those that were in force when the model and its parts were
+            constructed, the innermost first.
         replaced: (path, original class, replacement) of the modules that are replaced.
         fused: (path, original class, fused class) of the modules that are fused.
         refused: (path, reason) of the modules that a fusion leaves unchanged.
@@ -104,8 +108,10 @@ def fields_of_record(
         built: the model, or its skeleton.
         problems: the weights that don't fit.
     """
-    names = [(in_state_dict(path), stock_class(module).__qualname__) for path, module in named_modules(built)]
-    callers = {name for _, _, classes in record.functions for name in classes}
+    modules = [(in_state_dict(path), module) for path, module in named_modules(built)]
+    hits = replaced_now(built)
+    calls = {path: called for path, module in modules if (called := _calls_of(module, hits))}
+    names = {item.original.__name__ for item in record.modules} | {hit.name for hit in hits}
     replaced, fused, refused = _rows(record.replaced), _rows(record.fused), tuple(record.refused.items())
     weights = list(problems)
     for route in routes:
@@ -120,21 +126,27 @@ def fields_of_record(
         "replaced": replaced,
         "fused": fused,
         "refused": refused,
-        "functions": record.functions,
-        "calling": sum(name in callers for _, name in names),
-        "rules": record.rules,
+        "functions": tuple((hit.name, full_name(hit.replacement), hit.callers) for hit in hits),
+        "calling": len(calls),
+        "rules": tuple(rule for rule in record.rules if not names.isdisjoint(rule[1])),
         "conversions_dropped": tuple((describe(transform), text) for transform, text in record.dropped),
         "new_weights": record.new_weights,
         "dropped_weights": record.dropped_weights,
         "tree": module_tree(
             model,
-            names,
+            [(path, stock_class(module).__qualname__) for path, module in modules],
             changed=[*replaced, *fused],
             refused=refused,
-            functions=record.functions,
+            functions=calls,
             weights=weights,
         ),
     }
+
+
+def _calls_of(module: nn.Module, hits: Iterable[Hit]) -> tuple[tuple[str, str], ...]:
+    """Return (function, replacement) of the replaced functions that a module calls."""
+    caller = getattr(type(module), REBOUND, None)  # a fused class inherits it
+    return tuple((hit.name, full_name(hit.replacement)) for hit in hits if caller and caller.__name__ in hit.callers)
 
 
 def added_conversions(record: PatchRecord, model: nn.Module) -> list[str]:

@@ -25,7 +25,7 @@ from patcher.layouts.transforms import describe
 from patcher.loading.findings import Diagnostics, sort_names
 from patcher.loading.hooks.loads import dry_run
 from patcher.loading.layout_on_disk import fusions_of_layout
-from patcher.loading.load import Constructed, DryRun, Loaded, Selected
+from patcher.loading.load import Constructed, DryRun, Loaded, Request, Selected
 from patcher.loading.record import PatchRecord
 from patcher.loading.routes import Routing
 from patcher.patterns import compress
@@ -47,7 +47,7 @@ class Plan(Patched):
         left_over: the unused checkpoint keys, as the load renames them.
         wrong_shape: (parameter, found, expected).
         unseen: (what may be wrong, parameters) of weights that fit by shape and may still have other values.
-        misfits: (class, where it is called, problem) of replacements that can't be called like the original.
+        misfits: (replacement, where it is called, problem) of those that can't be called like the original.
         problems: the messages that the load would raise, in order, and a message for each misfit.
     """
 
@@ -138,7 +138,7 @@ def plan(
         PatchedWeightsError: if the checkpoint is in a runtime layout that isn't named, or lies beside another one.
     """
     try:
-        return _plan(model, patcher, model_class=model_class, checkpoint=checkpoint, options=options)
+        return planned_load(model, patcher, model_class, checkpoint, options)[0]
     except PatcherError:
         raise
     except Exception as error:  # malformed files raise errors of any kind
@@ -149,7 +149,10 @@ def plan(
         ) from error
 
 
-def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, options: Mapping[str, Any]) -> Plan:
+def planned_load(
+    model: Any, patcher: Any, model_class: Any, checkpoint: Any, options: Mapping[str, Any]
+) -> tuple[Plan, Request | None, PatcherError | None]:
+    """Return a plan, the state that the load reached, and the error that it raises."""
     if not isinstance(patcher, Patcher):
         raise not_a_patcher("plan(model, {})", patcher)
     config = config_of(model, options)
@@ -182,7 +185,8 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
     problems = [str(raised) for raised in (*diagnostics.errors, error) if raised is not None]
     problems = problems or _stock_errors(info, mismatched if not options.get("ignore_mismatched_sizes") else [])
     problems += [
-        f"{name}.forward doesn't fit a call of it, {where}: {problem}. Give it the parameters of what it replaces."
+        f"{name if ':' in name else f'{name}.forward'} doesn't fit a call of it, {where}: {problem}. Give it the "
+        "parameters of what it replaces."
         for name, where, problem in wrong_calls
     ]
     keys_of: dict[str, list[str]] = {}
@@ -194,7 +198,7 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
     # Without those to a stack of transformers of which a fusion takes the parts.
     routes = [route for route in routing.routes if not parameters.keys().isdisjoint(route.parameters)]
     weights = alike_as_one(Weights("", route.keys, route.parameters, route.text) for route in routes)
-    return Plan(
+    planned = Plan(
         **fields_of_record(name, built, record, routes or routes_of_fusions(built), unfit),
         checkpoint=headers.where,
         conversions_added=tuple((text, tuple(compress(keys_of.get(text, ())))) for text in added),
@@ -210,6 +214,7 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
         problems=tuple(problems),
         warnings=diagnostics.warnings,
     )
+    return planned, load, error
 
 
 def _stock_errors(info: Any, mismatched: Iterable[tuple[str, str, str]]) -> list[str]:

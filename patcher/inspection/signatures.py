@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import sys
+import ast
 from collections.abc import Iterable
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
 from patcher.compat.models import named_modules
+from patcher.functions.models import full_name
+from patcher.functions.rebinding import rebinder_of
+from patcher.fusions.methods import Method, NotUnderstoodError, read_function, readable
 from patcher.loading.record import PatchedModule
-from patcher.source.call_sites import calls_of_child, methods_of, shortened, why_unfit
+from patcher.source.call_sites import calls_of_child, calls_of_function, shortened, why_unfit
 from patcher.spec.forward_of import shown_name
 
 
 def misfits(model: nn.Module, replaced: Iterable[PatchedModule]) -> tuple[tuple[str, str, str], ...]:
-    """Return the calls in modeling code that fit an original class and don't fit its replacement.
+    """Return the calls in modeling code that fit an original class or function and don't fit its replacement.
 
     A call that can't be resolved statically isn't reported.
 
@@ -24,7 +27,7 @@ def misfits(model: nn.Module, replaced: Iterable[PatchedModule]) -> tuple[tuple[
         model: the model, or its skeleton, with the replacements.
 
     Returns:
-        (replacement, where its `forward` is called and how, why that doesn't fit) of these calls.
+        (replacement, where its `forward` or itself is called and how, why that doesn't fit) of these calls.
     """
     modules = dict(named_modules(model))
     #: (class of the parent, name of the child or of its list, whether it is in one, original, replacement)
@@ -37,12 +40,20 @@ def misfits(model: nn.Module, replaced: Iterable[PatchedModule]) -> tuple[tuple[
             children[type(modules[parent]), name, in_list, module.original, module.replacement] = None
     rows: dict[tuple[str, str, str], None] = {}
     for cls, name, in_list, original, new in children:
-        bases = [base for base in cls.__mro__ if not base.__module__.startswith(("torch.", "builtins"))]
-        callers = [(base, caller) for base in bases for caller in methods_of(base)]
-        for base, caller in callers:
-            for call in calls_of_child(caller, name, in_list):
+        for _, method in readable(cls):
+            for call in calls_of_child(method.node, name, in_list):
                 if problem := why_unfit(call, original.forward, new.forward):
-                    file = Path(sys.modules[base.__module__].__file__ or "").name
-                    where = f"{base.__name__}.{caller.name}, line {call.lineno} of {file}: {shortened(call)}"
-                    rows[shown_name(new), where, problem] = None
+                    rows[shown_name(new), _where(method, call), problem] = None
+    rebinders = dict.fromkeys(filter(None, map(rebinder_of, modules.values())))
+    for function, name, hit in (item for rebinder in rebinders for item in rebinder.references()):
+        with suppress(NotUnderstoodError):
+            method = read_function(function)
+            for call in calls_of_function(method.node, name):
+                if problem := why_unfit(call, hit.original, hit.replacement, ()):
+                    rows[full_name(hit.replacement), _where(method, call), problem] = None
     return tuple(rows)
+
+
+def _where(method: Method, call: ast.Call) -> str:
+    file, _, line = method.at(call.lineno).rpartition(":")
+    return f"{method.function.__qualname__}, line {line} of {file}: {shortened(call)}"

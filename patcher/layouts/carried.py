@@ -116,14 +116,16 @@ class ModuleLayouts:
         """
         self._check(path, tensors)
         result, converted = dict(tensors), set[str]()
-        for layout in self.all:
-            parts = _separate(layout, inside(path), result)
-            first = next((name for name in result if name in layout.fused), None)
-            places = {name: parts if name == first else {} for name in layout.fused}
-            # They take the place of the first one: shards depend on the order.
+        for layouts in (self.layouts, self.converted):  # those of a group at once: they may exchange names
+            places: dict[str, dict[str, torch.Tensor]] = {}
+            for layout in layouts:
+                parts = _separate(layout, inside(path), result)
+                # They take the place of the first one: shards depend on the order.
+                first = next((name for name in result if name in layout.fused), None)
+                places |= {name: parts if name == first else {} for name in layout.fused}
+                if isinstance(layout, Converted):
+                    converted |= parts.keys()
             result = dict(chain.from_iterable(places.get(key, {key: value}).items() for key, value in result.items()))
-            if isinstance(layout, Converted):
-                converted |= parts.keys()
         if self.names:
             order = {name: index for index, name in enumerate(self.names)}
             result = {name: result[name] for name in sorted(result, key=lambda name: order.get(name, len(order)))}
@@ -140,10 +142,13 @@ class ModuleLayouts:
                 others = () if name in tensors else (other for key, other in tensors.items() if key.startswith(layer))
                 value = tensors.get(name, next(filter(is_quantized, others), None))
                 if value is not None and is_quantized(value):
+                    instead = "if only fusions made it, save_original_format=False saves it as it is"
+                    if name not in fused:
+                        instead = "keep the checkpoint in full precision, and quantize it at each load"
                     raise _not_saved(
                         f"{prefix}{name}",
                         f"it is quantized ({type(value).__name__} of {value.dtype}), and its scales fit this layout "
-                        "only (if only fusions made it, save_original_format=False saves it as it is)",
+                        f"only ({instead})",
                     )
         for layout in self.layouts:
             both = [name for name in layout.stock if name in tensors and name not in layout.fused]
@@ -295,9 +300,9 @@ def carry(module: nn.Module, carried: ModuleLayouts | None) -> None:
         module.__dict__.pop(CARRIED, None)
         return
     module.__dict__[CARRIED] = carried
-    layouts = (*carried.converted, *carried.layouts)  # converted tensors may be fused afterwards
-    add_load_hook(module, _JoinParts(layouts, module._parameters, module._modules))
-    if any(map(_ambiguous_names, layouts)):
+    groups = (carried.converted, carried.layouts)  # converted tensors may be fused afterwards
+    add_load_hook(module, _JoinParts(groups, module._parameters, module._modules))
+    if any(_ambiguous_names(layout, group) for group in groups for layout in group):
         module.register_state_dict_post_hook(_mark_layout)  # type: ignore[no-untyped-call]
 
 
@@ -326,11 +331,15 @@ def _mark_layout(module: nn.Module, state_dict: Any, prefix: str, local_metadata
     local_metadata[_MARK] = True
 
 
-def _ambiguous_names(layout: Layout) -> list[str]:
-    """Return the names of parameters that have the same shape in both layouts."""
-    if set(layout.stock).isdisjoint(layout.fused):
-        return []
-    fused = dict(zip(layout.fused, layout.fused_shapes(), strict=True))
+def _fused_shapes(layouts: Iterable[Layout], names: Iterable[str]) -> dict[str, torch.Size]:
+    """Return fused parameter -> its shape, of layouts with one of these names."""
+    named = [layout for layout in layouts if not set(layout.fused).isdisjoint(names)]
+    return {name: shape for layout in named for name, shape in zip(layout.fused, layout.fused_shapes(), strict=True)}
+
+
+def _ambiguous_names(layout: Layout, group: Iterable[Layout]) -> list[str]:
+    """Return the names that parts of a layout and fused parameters of the same shape have."""
+    fused = _fused_shapes(group, layout.stock)
     return [name for name, shape in zip(layout.stock, layout.stock_shapes, strict=True) if fused.get(name) == shape]
 
 
@@ -340,8 +349,8 @@ class _JoinParts:
     Parameters that don't fit are reported like torch's.
     """
 
-    def __init__(self, layouts: tuple[Layout, ...], parameters: Any, modules: Any) -> None:
-        self.layouts, self._parameters, self._modules = layouts, parameters, modules
+    def __init__(self, groups: tuple[tuple[Layout, ...], ...], parameters: Any, modules: Any) -> None:
+        self.groups, self._parameters, self._modules = groups, parameters, modules
 
     def __call__(
         self,
@@ -354,17 +363,7 @@ class _JoinParts:
         error_msgs: list[str],
     ) -> None:
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
-        for layout in self.layouts:
-            names = [] if _ORIGINAL.get() else _ambiguous_names(layout)
-            ambiguous = [name for name in names if f"{prefix}{name}" in state_dict]
-            if ambiguous and not local_metadata.get(_MARK):
-                error_msgs.append(
-                    f"{prefix}{ambiguous[0]} has the same name and shape before and after {layout}, and the "
-                    "state dict doesn't say which it is. For the layout of transformers use "
-                    "patcher.load_original_state_dict(model, state_dict); for that of the patched model the state "
-                    "dict that its state_dict() gave."
-                )
-            parts = {} if ambiguous else _pop_parts(layout, prefix, state_dict)
+        for layout, parts in self._pop_parts(prefix, state_dict, local_metadata, error_msgs):
             given = [name for name in layout.fused if f"{prefix}{name}" in state_dict]
             current = {name: named_parameter(self, name) for name in layout.fused}
             if parts and given:
@@ -380,14 +379,28 @@ class _JoinParts:
                 # A parameter that is left as it is isn't missing: its parts are, or an error was reported.
                 state_dict.update({f"{prefix}{name}": value for name, value in fused.items() if value is not None})
 
+    def _pop_parts(
+        self, prefix: str, state_dict: dict[str, Any], local_metadata: Mapping[str, Any], error_msgs: list[str]
+    ) -> Iterator[tuple[Layout, dict[str, torch.Tensor]]]:
+        """Pop the stock parameters of each layout from a state dict, unless that has the parameters of the module."""
 
-def _pop_parts(layout: Layout, prefix: str, state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Pop the stock parameters of a layout from a state dict."""
-    fused = {} if _ORIGINAL.get() else dict(zip(layout.fused, layout.fused_shapes(), strict=True))
-    values = {name: state_dict.get(f"{prefix}{name}") for name in layout.stock}
-    # A name that both layouts have is that of a part if it has the shape of one.
-    parts = {name: value for name, value in values.items() if value is not None and value.shape != fused.get(name)}
-    return {name: state_dict.pop(f"{prefix}{name}") for name in parts}
+        def pop(layout: Layout, group: tuple[Layout, ...]) -> dict[str, torch.Tensor]:
+            values = {name: state_dict[f"{prefix}{name}"] for name in layout.stock if f"{prefix}{name}" in state_dict}
+            fused = {} if _ORIGINAL.get() else _fused_shapes(group, values)
+            ambiguous = [name for name in _ambiguous_names(layout, group) if name in fused]
+            if ambiguous and not local_metadata.get(_MARK):
+                error_msgs.append(
+                    f"{prefix}{ambiguous[0]} has the same name and shape before and after {layout}, and the "
+                    "state dict doesn't say which it is. For the layout of transformers use "
+                    "patcher.load_original_state_dict(model, state_dict); for that of the patched model the state "
+                    "dict that its state_dict() gave."
+                )
+            # A name that both layouts have is that of a part if it has the shape of one.
+            parts = [name for name, value in values.items() if not ambiguous and value.shape != fused.get(name)]
+            return {name: state_dict.pop(f"{prefix}{name}") for name in parts}
+
+        for group in self.groups:  # all parts before one is written: layouts may exchange names
+            yield from [(layout, pop(layout, group)) for layout in group]
 
 
 def _fuse_parts(

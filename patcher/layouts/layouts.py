@@ -98,7 +98,8 @@ def unlike_parts(layouts: Iterable[Layout], module: nn.Module) -> str:
             return f"{', '.join(parts)} have different types"
         frozen = [name for name, part in parts.items() if not part.requires_grad]
         if 0 < len(frozen) < len(parts):
-            return f"{', '.join(frozen)} is frozen, and others of {', '.join(parts)} aren't"
+            are = "is" if len(frozen) == 1 else "are"
+            return f"{', '.join(frozen)} {are} frozen, and others of {', '.join(parts)} aren't"
     return ""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from contextvars import Context
 from dataclasses import replace
 from functools import partial
@@ -82,7 +82,9 @@ def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
     """See `Patcher.apply`."""
     check_can_be_copied(model)
     check_pins(patcher, stock_class(model))
-    return unpatched(lambda: _patched(patcher, shared_copy(model)))
+    on_meta = torch.get_default_device().type == "meta"  # where values that modules compute would be lost
+    with torch.device("cpu") if on_meta else nullcontext():
+        return unpatched(lambda: _patched(patcher, shared_copy(model)))
 
 
 def _as_stock(model: PreTrainedModel) -> PreTrainedModel:

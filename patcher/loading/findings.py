@@ -32,6 +32,7 @@ from patcher.layouts.transforms import conversions_of, converts, describe, ident
 from patcher.loading.routes import Routing
 from patcher.patterns import compress, inside, is_expression, matches_path, nearest_paths
 from patcher.resolution.resolution import NO_CHANGE, Resolution, skeleton
+from patcher.spec.forward_of import shown_name
 from patcher.spec.like import Like
 from patcher.spec.validation import MODULE_MAPPINGS, required_groups
 
@@ -101,6 +102,8 @@ def outcome_of_modules(
     stock = [(path, stock_class(module)) for path, module in modules]
     places = tuple((path, cls.__name__) for path, cls in stock)
     classes = {cls.__name__: cls for _, cls in stock}
+    built = [(item.match.original.__name__, shown_name(item.match.replacement)) for item in construction.built]
+    replaced = [f"{original} by {replacement}" for original, replacement in dict.fromkeys(built)]
     used: set[Key] = set()
     unused: Explanations = {}
     for entry in construction.rules.entries:
@@ -115,7 +118,7 @@ def outcome_of_modules(
             # A layout on disk is that of a whole model, of which a part may be loaded: its weights are checked later.
             patterns = (fusion.modules if isinstance(fusion, Fusion) else ()) or ("**",) * (entry.origin != LAYOUT)
             for pattern in patterns:
-                explain = partial(_unused_fusion, fusion, pattern, refused, places)
+                explain = partial(_unused_fusion, fusion, pattern, refused, places, replaced)
                 unused[entry, "fusions", ((fusion, pattern),)] = explain
                 if any(matches_path(pattern, path) for path in fused):
                     used.add((entry, "fusions", (fusion, pattern)))
@@ -185,7 +188,9 @@ def _unmatched_path(where: str, pattern: str, places: Places) -> str:
     return f"{where} {pattern!r}, where the model has no module" + (f"; nearest: {', '.join(near)}" if near else "")
 
 
-def _unused_fusion(fusion: str | Fusion, pattern: str, refused: Mapping[str, str], places: Places) -> str:
+def _unused_fusion(
+    fusion: str | Fusion, pattern: str, refused: Mapping[str, str], places: Places, replaced: Sequence[str]
+) -> str:
     named = {path for path, _ in places if matches_path(pattern, path)}
     if not named and pattern != "**":
         return _unmatched_path(f"fusions: {fusion!r} is requested at", pattern, places)
@@ -197,6 +202,7 @@ def _unused_fusion(fusion: str | Fusion, pattern: str, refused: Mapping[str, str
     if pattern == "**":
         subject = fusion_named(fusion).subject
         missing = f": no module of the model has {subject}" if subject else ""
+        missing += f"; mappings have replaced {', '.join(replaced)}" if replaced else ""
         return f"fusions: {fusion!r} found no module that it can fuse{hint or missing}"
     inside = f"; what is inside of those that it names would be {pattern.removesuffix('.**')}.**"
     return f"fusions: {fusion!r} can't fuse any module that {pattern!r} names{hint or inside}"

@@ -245,9 +245,10 @@ class Weights:
         parts = {part: self.state[part] for part in self.origins.get(name, ()) if part in self.state}
         flags = {part: value.requires_grad for part, value in (parts or dict(named_parameters(old))).items()}
         if len(set(flags.values())) > 1:
-            frozen = compress([part for part, is_trained in flags.items() if not is_trained])
-            what = f"is frozen, and others of {', '.join(compress(list(flags)))} aren't"
-            raise _refusal(", ".join(frozen), what, "Freeze all of them or none.")
+            frozen = [part for part, is_trained in flags.items() if not is_trained]
+            are = "is" if len(frozen) == 1 else "are"
+            what = f"{are} frozen, and others of {', '.join(compress(list(flags)))} aren't"
+            raise _refusal(", ".join(compress(frozen)), what, "Freeze all of them or none.")
         return any(flags.values())
 
 

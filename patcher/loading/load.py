@@ -31,7 +31,7 @@ from patcher.construction.gates import building
 from patcher.construction.in_force import InForce, Outcome, in_force_for, tell_blocks
 from patcher.construction.meta_init import NoValues
 from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherError
-from patcher.functions.models import NO_FUNCTIONS, Functions, full_name
+from patcher.functions.models import NO_FUNCTIONS, Functions
 from patcher.layouts.transforms import SelectedConversions, converts, select_conversions
 from patcher.loading.findings import Diagnostics, outcome_of_modules
 from patcher.loading.initial_values import frozen_parameters
@@ -238,7 +238,6 @@ def summarize(
         modules=tuple(patched),
         refused=dict(resolution.refused),
         fusion_transforms=plan.transforms,
-        functions=tuple((item.name, full_name(item.replacement), item.callers) for item in functions.replaced),
         rules=(
             *((rule, tuple(names)) for rule, names in rules.items()),
             *((f"function_mapping[{item.keys[0][1]!r}]", (item.name,)) for item in functions.replaced),

@@ -157,13 +157,12 @@ _IRRELEVANT = frozenset({"name", "transformers", "fingerprints", "strict"})
 
 def _patcher_of(model: nn.Module) -> Patcher:
     """Return the patchers that a model was loaded with, as one."""
-    record = record_of(model)
-    if record is None and (parts := [path for path, *_ in patched_models(model)]):
+    if parts := [path for path, *_ in patched_models(model, separately=True) if path]:
         raise InvalidPatcherError(
             f"{', '.join(parts)} of {type(model).__name__} were patched separately, each with a patcher of its own. "
             f"Save and load the new weights of each: save_new_weights(model.{parts[0]}, folder)."
         )
-    entries = () if record is None else record.in_force
+    entries = () if (record := record_of(model)) is None else record.in_force
     excluded = (REGISTRY, LAYOUT, FUSION_CONFIG)
     patchers = [entry.patcher for entry in entries if entry.origin not in excluded]
     return functools.reduce(operator.or_, patchers) if patchers else Patcher()

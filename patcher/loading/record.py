@@ -14,6 +14,7 @@ from transformers.core_model_loading import WeightTransform
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import named_modules, original_class, stock_class
 from patcher.construction.in_force import InForce
+from patcher.functions.rebinding import rebinder_of
 from patcher.fusions.base import Fusion
 from patcher.layouts.carried import PickledClass, carried_by
 from patcher.layouts.transforms import select_conversions
@@ -51,8 +52,6 @@ class PatchRecord:
     refused: Mapping[str, str] = field(default_factory=dict)
     #: path -> the fusion of a module that has been unfused since
     unfused: Mapping[str, str | Fusion] = field(default_factory=dict)
-    #: (function, replacement, the classes that call it) of each function that is replaced
-    functions: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
     #: (key of a mapping, the classes or functions that it matched)
     rules: tuple[tuple[str, tuple[str, ...]], ...] = ()
     fusion_transforms: tuple[WeightTransform, ...] = ()
@@ -123,30 +122,37 @@ def record_of(model: nn.Module) -> PatchRecord | None:
     return model.__dict__.get(RECORD)
 
 
-def patched_models(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel, PatchRecord]]:
-    """Yield (path, model, record) of each outermost patched model."""
-    outer: list[str] = []
+def patched_models(
+    model: nn.Module, *, separately: bool = False
+) -> Iterator[tuple[str, PreTrainedModel, PatchRecord]]:
+    """Yield (path, model, record) of each outermost patched model.
+
+    Args:
+        separately: whether to yield also parts of these that were patched by other patchers, such as those that were
+            moved or exchanged.
+    """
+    records: dict[str, PatchRecord] = {}
     for path, part in named_modules(model):
-        record = record_of(part)
-        if record is not None and isinstance(part, PreTrainedModel) and not path.startswith(tuple(outer)):
-            outer.append(inside(path))
-            yield path, part, record
+        if (record := record_of(part)) is not None and isinstance(part, PreTrainedModel):
+            around = next((records[prefix] for prefix in reversed(records) if path.startswith(prefix)), None)
+            if around is None or (separately and record.in_force != around.in_force):
+                records[inside(path)] = record
+                yield path, part, record
 
 
 def joined_record(model: nn.Module) -> PatchRecord | None:
-    """Return the record of a model; of one around patched models, as `encoder_patcher=` makes it, theirs as one."""
-    if (own := record_of(model)) is not None:
-        return own
-    records = [_moved(record, inside(path)) for path, _, record in patched_models(model)]
+    """Return the record of a model, joined with those of parts that were patched separately."""
+    own = {inside(path): record for path, _, record in patched_models(model, separately=True)}
+    records = [_moved(record, prefix, tuple(own)) for prefix, record in own.items()]
     if not records:
         return None
-    names = ("in_force", "modules", "functions", "rules", "fusion_transforms", "routes", "dropped", "warnings")
+    names = ("in_force", "modules", "rules", "fusion_transforms", "routes", "dropped", "warnings")
     united: dict[str, Any] = {
         name: tuple(dict.fromkeys(item for record in records for item in getattr(record, name)))
         for name in (*names, "new_weights", "dropped_weights")
     }
-    return PatchRecord(
-        model_class=stock_class(model),  # type: ignore[arg-type]
+    return replace(
+        own.get("") or PatchRecord(stock_class(model), ()),  # type: ignore[arg-type]
         refused={path: reason for record in records for path, reason in record.refused.items()},
         read=all(record.read for record in records),
         **united,
@@ -154,7 +160,7 @@ def joined_record(model: nn.Module) -> PatchRecord | None:
 
 
 def patched_now(model: nn.Module) -> PatchRecord | None:
-    """Return the record of a model, or the joined one, with the modules that are patched now.
+    """Return the joined record of a model, with the modules that are patched now.
 
     Some may have been removed since, exchanged, or moved here from another model.
     """
@@ -168,7 +174,9 @@ def patched_now(model: nn.Module) -> PatchRecord | None:
                 item = PatchedModule(path, original, cls, fusion=getattr(carried_by(module), "fusion", None))
             modules.append(item)
     if record is None:
-        return PatchRecord(stock_class(model), (), tuple(modules)) if modules else None  # type: ignore[arg-type]
+        if not modules and not any(rebinder_of(module) for _, module in named_modules(model)):
+            return None
+        record = PatchRecord(stock_class(model), ())  # type: ignore[arg-type]
     gone = tuple(map(inside, known))
     return replace(
         record,
@@ -178,19 +186,19 @@ def patched_now(model: nn.Module) -> PatchRecord | None:
     )
 
 
-def _moved(record: PatchRecord, prefix: str) -> PatchRecord:
-    """Return a record by the names of a model around that of the record."""
+def _moved(record: PatchRecord, prefix: str, prefixes: Iterable[str]) -> PatchRecord:
+    """Return a record by the names of a model around that of the record, without those in parts with other records."""
+    parts = tuple(part.removeprefix(prefix) for part in prefixes if part.startswith(prefix) and part != prefix)
 
     def moved(names: Iterable[str]) -> tuple[str, ...]:
-        return tuple(map(prefix.__add__, names))
+        return tuple(prefix + name for name in names if not inside(name).startswith(parts))
 
+    routes = [route for route in record.routes if moved(route.parameters)]
     return replace(
         record,
-        modules=tuple(replace(item, path=prefix + item.path) for item in record.modules),
-        refused={prefix + path: reason for path, reason in record.refused.items()},
-        routes=tuple(
-            replace(route, keys=moved(route.keys), parameters=moved(route.parameters)) for route in record.routes
-        ),
+        modules=tuple(replace(item, path=path) for item in record.modules for path in moved([item.path])),
+        refused={prefix + path: reason for path, reason in record.refused.items() if moved([path])},
+        routes=tuple(replace(route, keys=moved(route.keys), parameters=moved(route.parameters)) for route in routes),
         new_weights=moved(record.new_weights),
         dropped_weights=moved(record.dropped_weights),
     )
@@ -208,7 +216,6 @@ def _part(record: PatchRecord, prefix: str, model_class: Any) -> PatchRecord:
         is_part=True,
         in_force=record.in_force,
         read=record.read,
-        functions=record.functions,
         rules=record.rules,
         modules=tuple(
             replace(item, path=item.path[len(prefix) :])

@@ -334,7 +334,9 @@ class Router:
         if before != keys and (is_added or was_added or name in self.part_names):
             others = [key for key in (*before, *keys) if key != name]
             as_it_is = "as it is" if name in (*before, *keys) else f"as {others.pop()}"
-            self.problems["twice"].append(f"{name} twice: {as_it_is}, and as {', '.join(others)}")
+            renames = is_added and len(before) == len(keys) == 1
+            swap = " (renamings run one after another: they exchange names through a third)" if renames else ""
+            self.problems["twice"].append(f"{name} twice: {as_it_is}, and as {', '.join(others)}{swap}")
 
     def _join_parts(self) -> None:
         """Have fused parameters read from their parts."""
@@ -419,7 +421,7 @@ class Router:
         for route in self.routing.routes if keeps else ():
             targets = self.state.keys() & set(route.parameters) - unchanged if route.layout is not None else ()
             if any(is_quantized_tensor(self.state[target]) for target in targets):
-                self.problems["unquantized"] += route.keys
+                self.problems["unquantized"] += {*route.keys} - {*self.problems["quantized"]}
 
 
 def arrange_in_blocks(rest: dict[str, Any], keys: Mapping[str, str], layouts: Iterable[Layout]) -> None:

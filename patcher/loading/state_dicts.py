@@ -47,7 +47,7 @@ from patcher.loading.record import PatchRecord, patched_models, record_of
 from patcher.loading.router import Router, stock_parameters, stock_state
 from patcher.loading.routes import Route
 from patcher.patterns import compress, in_state_dict, inside, is_number, unwrapped, without_numbers
-from patcher.resolution.resolution import resolve_in_force, skeleton
+from patcher.resolution.resolution import patched_skeleton, resolve_constructed, skeleton
 from patcher.spec.patcher import Patcher
 
 if TYPE_CHECKING:
@@ -154,7 +154,8 @@ def routes_from_scratch(
     conversions = stock_conversions_from_scratch(model)
     fusions = record.fusion_transforms
     if record.fused and record.is_part:  # its names differ from those in the whole model
-        fusions = resolve_in_force(record.in_force, record.model_class, model.config).fusion_plan.transforms
+        built = patched_skeleton(record.model_class, model.config, record.in_force)
+        fusions = resolve_constructed(record.in_force, *built).fusion_plan.transforms
     selected = select_conversions(conversions, record.patchers, fusions, record.replacements())
     if record.is_part and not record.modules:  # the patcher's conversions are for modules elsewhere
         selected = replace(selected, added=())

@@ -10,6 +10,7 @@ layer, and converted back when all tensors of the layer have arrived.
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -126,7 +127,8 @@ def load_checkpoint_weights(
 
     Raises:
         PatchedWeightsError: tensors are missing, left over or of another shape.
-        InvalidPatcherError: the model can't be written to in place: it is quantized, or partly on the disk.
+        InvalidPatcherError: weights that aren't tensors with names; or the model can't be written to in place: it is
+            quantized, or partly on the disk.
     """
     _write(_Checkpoint(model, "left out"), weights.items() if isinstance(weights, Mapping) else weights, strict)
 
@@ -298,15 +300,22 @@ class _Part:
 
 
 @torch.no_grad()
-def _write(checkpoint: _Checkpoint, weights: Iterable[tuple[str, torch.Tensor]], strict: bool) -> None:
+def _write(checkpoint: _Checkpoint, weights: Any, strict: bool) -> None:
     """Write a stream into a model, and check at the end that it was complete."""
     parts, tied = [_Part(checkpoint, *part) for part in checkpoint.parts], checkpoint.tied
     part_of = {name: part for part in parts for name in part.shapes}
     _check_writable(checkpoint.model, checkpoint.state)
     problems: dict[str, list[str]] = {"missing": [], "left over": [], "of another shape": [], "not as tied": []}
     arrived: dict[str, str] = {}  # saved name -> the first name by which its tensor has arrived
-    for name, tensor in weights:
-        saved = tied.get(name, name)
+    for item in weights if isinstance(weights, Iterable) else (weights,):
+        match item:
+            case [str(name), torch.Tensor() as tensor]:
+                saved = tied.get(name, name)
+            case _:
+                raise InvalidPatcherError(
+                    f"load_checkpoint_weights takes pairs of a name and a torch.Tensor, found {reprlib.repr(item)}. "
+                    "torch.from_numpy(array) makes a tensor of an array."
+                )
         part = part_of.get(saved)
         if part is None or (name not in part.left and name not in tied):
             problems["left over"] += [name] * (name not in tied)

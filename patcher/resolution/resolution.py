@@ -107,10 +107,10 @@ NO_CHANGE = Resolution()
 
 def skeleton(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
     """Construct the stock model on the meta device."""
-    return _skeleton(model_class, config, ())[0]
+    return patched_skeleton(model_class, config, ())[0]
 
 
-def _skeleton(
+def patched_skeleton(
     model_class: type[PreTrainedModel], config: PretrainedConfig, entries: Iterable[InForce]
 ) -> tuple[PreTrainedModel, Functions]:
     """Construct a model with the replacements of mappings on the meta device; return also the replaced functions."""
@@ -127,7 +127,7 @@ def _skeleton(
 def resolve(patcher: Patcher, model_class: type[PreTrainedModel], config: PretrainedConfig) -> Resolution:
     """See `Patcher.resolve`."""
     entries = (InForce(patcher, "resolve()"),)
-    model, functions = _skeleton(model_class, config, entries)
+    model, functions = patched_skeleton(model_class, config, entries)
     resolution = resolve_constructed(entries, model, functions)
     transforms, replaced = resolution.fusion_plan.transforms, resolution.replaced.items()
     selected = select_conversions(stock_conversions(model), [patcher], transforms, replaced)
@@ -136,14 +136,6 @@ def resolve(patcher: Patcher, model_class: type[PreTrainedModel], config: Pretra
         dropped=tuple(dict.fromkeys(transform for transform, _ in selected.dropped)),
         added=tuple(item.transform for item in selected.added),
     )
-
-
-def resolve_in_force(
-    entries: Iterable[InForce], model_class: type[PreTrainedModel], config: PretrainedConfig
-) -> Resolution:
-    """Resolve several patchers, the innermost first, without their conversions."""
-    entries = tuple(entries)
-    return resolve_constructed(entries, *_skeleton(model_class, config, entries))
 
 
 def resolve_constructed(

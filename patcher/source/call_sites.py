@@ -1,4 +1,4 @@
-"""The calls of a module's children in modeling code, and whether their arguments fit a signature. Nothing is run.
+"""The calls of functions and children in modeling code, and whether their arguments fit a signature. Nothing is run.
 
 Calls are followed as modeling code writes them: `self.mlp(...)`, lists of layers and loops over them.
 """
@@ -7,22 +7,15 @@ from __future__ import annotations
 
 import ast
 import inspect
-import sys
-from collections.abc import Iterator
 from typing import Any
-
-from patcher.source.reading import file_tree
-from patcher.source.scopes import top_level
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def methods_of(cls: type) -> Iterator[Function]:
-    """Yield the methods in the body of a class; none without a file, as for classes of an interactive session."""
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    for node in top_level(file_tree(file or "").body):
-        if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
-            yield from (member for member in top_level(node.body) if isinstance(member, Function))
+def calls_of_function(tree: ast.AST, name: str) -> list[ast.Call]:
+    """Return the calls of a global function."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == name]
 
 
 def calls_of_child(function: Function, name: str, listed: bool) -> list[ast.Call]:
@@ -55,24 +48,27 @@ def _elements(function: Function, name: str) -> set[str]:
     return variables
 
 
-def why_unfit(call: ast.Call, original: Any, patched: Any) -> str:
+def why_unfit(call: ast.Call, original: Any, patched: Any, first: tuple[None, ...] = (None,)) -> str:
     """Return why the arguments of a call fit a method but not its replacement, "" if they fit both or it is unknown.
 
     Calls that don't fit the original aren't reported: a decorator may remove or add arguments.
+
+    Args:
+        first: in the place of `self`; empty for a function.
     """
-    return "" if _mismatch(call, original) else _mismatch(call, patched)
+    return "" if _mismatch(call, original, first) else _mismatch(call, patched, first)
 
 
-def _mismatch(call: ast.Call, method: Any) -> str:
+def _mismatch(call: ast.Call, function: Any, first: tuple[None, ...]) -> str:
     try:
-        signature = inspect.signature(method)  # of the wrapped function, for a wrapper
+        signature = inspect.signature(function)  # of the wrapped function, for a wrapper
     except (TypeError, ValueError):
         return ""
     starred = any(isinstance(argument, ast.Starred) for argument in call.args)
     keywords = {keyword.arg: None for keyword in call.keywords if keyword.arg is not None}
     is_whole = not starred and len(keywords) == len(call.keywords)
     try:
-        arguments = () if starred else (None, *call.args)  # with `self`
+        arguments = () if starred else (*first, *call.args)
         (signature.bind if is_whole else signature.bind_partial)(*arguments, **keywords)
     except TypeError as error:
         return str(error)

@@ -224,15 +224,16 @@ def _convert(records: dict[str, Record], layouts: Iterable[Layout], owner: str, 
     """Replace records of fused parameters by those of their parts, or the reverse; errors name their `owner`."""
     for name, record in records.items():
         records[name] = Record(record.options, {key: full_tensor(value) for key, value in record.state.items()})
+    made: dict[str, Record] = {}  # apart from the others: layouts may exchange names
     for layout in layouts:
         sources, targets = (layout.fused, layout.stock) if is_fused else (layout.stock, layout.fused)
         convert, shapes = (layout.separate, layout.fused_shapes()) if is_fused else (layout.fuse, layout.stock_shapes)
         relation = f"{_listed(targets)} {'is' if len(targets) == 1 else 'are'} made of"
-        if missing := [name for name in sources if name not in records]:
+        if missing := [name for name in sources if name not in records and name not in made]:
             raise PatchedWeightsError(
                 f"{relation} {_listed(sources)}, and of these {owner} lacks {_listed(missing)}. {_ADVICE}."
             )
-        first, *others = parts = [records.pop(name) for name in sources]
+        first, *others = parts = [(records if name in records else made).pop(name) for name in sources]
         for name, part in zip(sources[1:], others, strict=True):
             if difference := _difference({**first.options, **first.state}, {**part.options, **part.state}):
                 raise PatchedWeightsError(
@@ -253,7 +254,8 @@ def _convert(records: dict[str, Record], layouts: Iterable[Layout], owner: str, 
                 values = [copy.deepcopy(value) for _ in targets]  # a step is counted in place
             for state, converted in zip(states, values, strict=True):
                 state[key] = converted
-        records |= {name: Record(first.options, state) for name, state in zip(targets, states, strict=True)}
+        made |= {name: Record(first.options, state) for name, state in zip(targets, states, strict=True)}
+    records |= made
 
 
 def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:

@@ -146,7 +146,7 @@ class Run:
     @property
     def reference(self) -> str:
         """The name of the model that is compared with, in messages."""
-        return "stock" if self.theirs.patcher is None else self.theirs.name
+        return self.theirs.name
 
     @property
     def tolerance(self) -> float:

@@ -79,7 +79,7 @@ def requested(what: str, names: Iterable[str] | str, known: Iterable[str]) -> tu
     chosen = {names} if isinstance(names, str) else {*names}
     for name in sorted(chosen.difference(known)):
         hint = did_you_mean(name, known, f"they are {', '.join(known)}.")
-        raise InvalidPatcherError(f"{what}s={name!r}: there is no such {what}; {hint}")
+        raise InvalidPatcherError(f"{what} {name!r}: there is no such {what}; {hint}")
     return tuple(name for name in known if name in chosen)
 
 

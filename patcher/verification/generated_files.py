@@ -160,7 +160,10 @@ def verify(
                     checkpoint = unpatched(partial(random_checkpoint, stock, small, folder / stock.__name__, seed))
                     chosen_passes(unpatched(partial(stock.from_pretrained, checkpoint)).eval())
                 except Exception as error:
-                    hint = "; give model_config= (--model-config FOLDER), a small one with which it runs"
+                    hint = (
+                        "; give model_config= (--model-config FOLDER), a small one with which it runs, or "
+                        "model_class= (--model CLASS), a model around it that makes its inputs"
+                    )
                     skipped.append((stock.__name__, error_text(error) + (hint if model_config is None else "")))
                     continue
                 file = Side(getattr(module, stock.__name__), checkpoint, name="the file")
@@ -173,7 +176,8 @@ def verify(
                         allowed = 0.0
                     except Exception as error:
                         problems.append(f"{stock.__name__}: the runtime patch can't be loaded: {error_text(error)}")
-                models.append(compare(Side(stock, checkpoint), file, stages=_STAGES, quick=True, tolerance=allowed))
+                theirs = Side(stock, checkpoint, name="stock")
+                models.append(compare(theirs, file, stages=_STAGES, quick=True, tolerance=allowed))
     if not models and not problems:
         problems = [f"no model could be run: {'; '.join(map(': '.join, skipped)) or 'there is none'}"]
     return FileVerification(

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from patcher.functions.models import replaced_now
 from patcher.loading.record import record_of
 from patcher.patterns import inside
 from patcher.spec.patcher import Patcher
@@ -96,7 +97,9 @@ def _owners(run: Run, members: Sequence[Patcher], layer: str | None) -> Iterator
     if record is None:
         return
     kinds = {cls.__name__ for cls in type(run.pair.ours.get_submodule(str(layer))).__mro__}
-    replaced: set[Any] = {name.rpartition(":")[2] for name, _, callers in record.functions if kinds & {*callers}}
+    replaced: set[Any] = {
+        hit.name.rpartition(":")[2] for hit in replaced_now(run.pair.ours) if not kinds.isdisjoint(hit.callers)
+    }
     around = [item for item in record.modules if f"{layer}.".startswith(inside(item.path))]
     for innermost in sorted(around, key=lambda item: len(item.path))[-1:]:
         replaced |= {innermost.replacement, innermost.fusion}

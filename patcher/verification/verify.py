@@ -147,6 +147,9 @@ class Verification(Judged):
             yield _chart(stage.layers)
 
 
+_NOTHING = "These stages compare nothing; name others, or none, for all."
+
+
 def _chart(layers: LayerErrors) -> Chart:
     bars: list[Bar] = []
     layer = ""
@@ -242,8 +245,8 @@ def verify(
         raise not_a_patcher("verify(model, {})", patcher)
     names = _checked(dtype, stages, quick)
     with isolated("verifying", seed, names, progress) as (scratch, step):
-        stock = side_of(model, options, scratch, seed, model_class)
-        run = Run(stock, replace(stock, patcher=patcher), dtype, seed, scratch, step, quick)
+        mine = replace(side_of(model, options, scratch, seed, model_class), patcher=patcher)
+        run = Run(replace(mine, patcher=None, name="stock"), mine, dtype, seed, scratch, step, quick)
         return _verification(run, names, repr(patcher))
 
 
@@ -273,7 +276,7 @@ def compare(
     Models in memory aren't changed; stages that need them in another dtype, or under another config, aren't checked.
 
     Args:
-        first: a model, a repo id or a folder, called stock in failures.
+        first: a model, a repo id or a folder, in the place of stock.
         second: the one to compare with it.
         stages: the stages to run, as in `verify`.
         quick: run less, as in `verify`.
@@ -287,14 +290,13 @@ def compare(
     Raises:
         InvalidPatcherError: neither a model nor a repo id or folder, or a tolerance that nothing can meet.
     """
-    theirs, mine = (_side(model, options) for model in (first, second))
+    theirs, mine = _side(first, options, "the first model"), _side(second, options, "the second model")
     models = [side.model for side in (theirs, mine) if side.model is not None]
     dtype = dtype or (models[0].dtype if models else torch.float32)
     names = _checked(dtype, stages, quick, tolerance)
     with isolated("comparing", seed, names, progress) as (scratch, step), _restored(models):
         run = Run(theirs, mine, dtype, seed, scratch, step, quick, tolerance)
-        result = _verification(run, names, f"the model {mine.place}")
-        return replace(result, reference="the first model" if theirs.model is not None else theirs.place)
+        return _verification(run, names, f"the model {mine.place}")
 
 
 def _verification(run: Run, names: Iterable[str], patcher: str) -> Verification:
@@ -303,7 +305,7 @@ def _verification(run: Run, names: Iterable[str], patcher: str) -> Verification:
     stages = tuple(run.stages(names))
     if all(stage.passed and (stage.name == "load" or not stage.checked) for stage in stages):
         reasons = "".join(f"\n  {stage.name}: {stage.message}" for stage in stages if stage.message)
-        raise InvalidPatcherError(f"These stages compare nothing; name others, or leave stages= out.{reasons}")
+        raise InvalidPatcherError(f"{_NOTHING}{reasons}")
     guilty = None
     if run.mine.patcher is not None and not run.missed and not all(stage.passed for stage in stages):
         run.step("which member it is")
@@ -319,14 +321,15 @@ def _verification(run: Run, names: Iterable[str], patcher: str) -> Verification:
         stages=stages,
         seconds=time.perf_counter() - started,
         guilty=guilty,
+        reference=run.reference,
     )
 
 
-def _side(model: Any, options: dict[str, Any]) -> Side:
+def _side(model: Any, options: dict[str, Any], name: str) -> Side:
     if isinstance(model, Side):
         return model
     if isinstance(model, PreTrainedModel):
-        return Side(model=model, name="the second model")
+        return Side(model=model, name=name)
     if isinstance(model, nn.Module):
         raise InvalidPatcherError(
             f"compare takes a PreTrainedModel, found a {type(model).__name__}; pass the model inside of it, as "
@@ -350,7 +353,10 @@ def _checked(
     if tolerance is not None and not tolerance >= 0:  # nan too
         raise InvalidPatcherError(f"tolerance={tolerance!r} can't be met; write 0, for bitwise equality, or more.")
     install()
-    return stages_of(stages, quick)
+    names = stages_of(stages, quick)
+    if names == ("load",):
+        raise InvalidPatcherError(_NOTHING)
+    return names
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def hostile_tree() -> Any:
         [(f"{HOSTILE}.{number}".replace("..", "."), HOSTILE) for number in range(2)],
         changed=[(HOSTILE, HOSTILE, HOSTILE)],
         refused=[("other", HOSTILE)],
-        functions=[(HOSTILE, HOSTILE, (HOSTILE,))],
+        functions={"": ((HOSTILE, HOSTILE),)},
         weights=[
             Weights("converted", (HOSTILE,), (HOSTILE,), f"a -> b [{HOSTILE}]"),
             Weights("missing", (), (HOSTILE,)),

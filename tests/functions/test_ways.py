@@ -15,7 +15,7 @@ from torch import nn
 from patcher import like
 from patcher.errors import PatchConstructionError
 from patcher.functions import rebinding
-from patcher.functions.models import find_functions, restore_functions, swap_functions
+from patcher.functions.models import find_functions, replaced_now, restore_functions, swap_functions
 from tests.functions import modeling_ways, modeling_ways_elsewhere
 
 WAYS = {
@@ -100,12 +100,23 @@ def test_a_call_is_followed(way: str, layers: Any) -> None:
         assert type(again) is type(module)
 
 
-@pytest.mark.parametrize("way", [way for way in FOLLOWED if way != "AsAnAttribute"])
+@pytest.mark.parametrize("way", FOLLOWED)
 def test_a_call_is_restored(way: str) -> None:
     module = replaced(WAYS[way]())
     restore_functions(module)
     assert value(module) == 2
     assert type(module) is WAYS[way]
+
+
+@pytest.mark.parametrize("way", FOLLOWED)
+def test_what_is_replaced_now_is_read_off_the_modules(way: str) -> None:
+    module = replaced(WAYS[way]())
+    for around in (module, nn.Sequential(nn.Identity(), module, WAYS[way](), pickle.loads(pickle.dumps(module)))):
+        (hit,) = replaced_now(around)
+        assert (hit.name.rpartition(":")[2], hit.replacement) == ("double", triple)
+        assert hit.callers == ("Directly" if way == "CalledByAPart" else way,)
+    restore_functions(module)
+    assert replaced_now(module) == ()
 
 
 def test_an_init_may_keep_what_calls_a_function_that_is_replaced() -> None:

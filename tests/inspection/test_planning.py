@@ -470,6 +470,15 @@ MISFITS: dict[str, tuple[Patcher, str]] = {
         Patcher({"LlamaDecoderLayer": replacement(OwnLayer, forward=lambda self, hidden_states: hidden_states)}),
         r"Mine\.forward doesn't fit a call of it, LlamaModel\.forward, .*decoder_layer\(hidden_states, .* got an unex",
     ),
+    "a function": (
+        Patcher(fusions="qkv", function_mapping={"apply_rotary_pos_emb": lambda q, k: (q, k)}),
+        r"test_planning:<lambda> doesn't fit a call of it, LlamaAttention\.forward, line \d+ of modeling_llama\.py: "
+        r"apply_rotary_pos_emb\(query_states, key_states, cos, sin\): too many positional arguments\. Give it",
+    ),
+    "a function that another one calls": (
+        Patcher(function_mapping={"rotate_half": lambda: None}),
+        r"doesn't fit a call of it, apply_rotary_pos_emb, line \d+ of modeling_llama\.py: rotate_half\(k\): too",
+    ),
 }
 
 
@@ -501,6 +510,13 @@ def test_a_call_of_a_class_from_a_table_is_found_by_what_the_model_holds(folders
     assert name == "Mine"
     assert "JambaModel.forward" in where
     assert "got an unexpected keyword argument" in problem
+
+
+@pytest.mark.parametrize(
+    "function", [lambda q, k, *rest: (q, k), lambda q, k, c, s, unsqueeze_dim=1: (q, k), lambda *all, **more: all[:2]]
+)
+def test_a_function_that_every_call_fits_is_none(function: Any, folders: Callable[[str], Path]) -> None:
+    assert plan(folders("llama"), Patcher(function_mapping={"apply_rotary_pos_emb": function})).ok
 
 
 @pytest.mark.parametrize(

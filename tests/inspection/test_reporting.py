@@ -21,13 +21,14 @@ from transformers import (
     MistralConfig,
     MixtralForCausalLM,
 )
-from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, apply_rotary_pos_emb
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from patcher import InvalidPatcherError, Patcher, PatcherWarning, Report, diff, forward_of, like, plan, report
 from patcher.display.tree import Weights
+from patcher.patterns import compress
 from tests.support import shared
-from tests.support.replacements import JOIN, JOINED, OWN, Both, JoinedMLP, OwnMLP, OwnNorm
+from tests.support.replacements import JOIN, JOINED, OWN, Both, JoinedMLP, OtherMLP, OwnMLP, OwnNorm
 from tests.support.tiny import save_tiny, tiny_bert_config, tiny_llama_config, tiny_mixtral_config
 
 
@@ -265,8 +266,8 @@ def test_a_model_of_patched_parts_reports_on_all_of_them(llama: Path) -> None:
     assert len(said.patchers) == 2
     assert "BertCrossAttention -> FusedBertCrossAttention" in str(said)
     assert [path for entry in diff(parts).classes for path in entry.modules] == [
-        "encoder.encoder.layer.{0..1}.attention.self",
         "decoder.bert.encoder.layer.{0..1}.crossattention.self",
+        "encoder.encoder.layer.{0..1}.attention.self",
     ]
 
     inner = LlamaForCausalLM.from_pretrained(llama, patcher=JOINED)
@@ -313,6 +314,65 @@ def test_modules_that_were_moved_are_reported_where_they_are(patcher: Patcher, l
     assert str(said).startswith("LlamaForCausalLM: 0 modules replaced")
     assert said.tree is not None
     assert not [node for node in said.tree.walk() if node.weights or node.becomes]
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
+class OwnAttention(LlamaAttention):
+    pass
+
+
+CALLING = Patcher({"LlamaMLP": OwnMLP}, fusions="qkv", function_mapping={"rotate_half": rotated}, name="first")
+
+
+def shown_now(model: nn.Module) -> tuple[Any, ...]:
+    """The modules, functions, calls and patchers of a report; the diff shows the modules and functions as well."""
+    said, changes = report(model), diff(model)  # type: ignore[arg-type]
+    modules = [(path, cls) for path, _, cls in (*said.replaced, *said.fused)]
+    paths = [compress(path for path, cls in modules if cls == name) for name in dict.fromkeys(dict(modules).values())]
+    assert sorted(map(tuple, paths)) == sorted(entry.modules for entry in changes.classes)
+    assert [(entry.was, entry.callers) for entry in changes.functions] == [
+        (function.replace(":", "."), callers) for function, _, callers in said.functions
+    ]
+    functions = [(function.rpartition(":")[2], callers) for function, _, callers in said.functions]
+    return modules, functions, said.calling, ["first" in text for text, _ in said.patchers]
+
+
+def of_layers(*names: int) -> list[tuple[str, str]]:
+    return [
+        *((f"model.layers.{name}.mlp", "OwnMLP") for name in names),
+        *((f"model.layers.{name}.self_attn", "FusedLlamaAttention") for name in names),
+    ]
+
+
+def test_a_report_and_a_diff_show_what_a_model_has_now(llama: Path) -> None:
+    model, stock = (LlamaForCausalLM.from_pretrained(llama, patcher=patcher) for patcher in (CALLING, None))
+    calls = [("rotate_half", ("LlamaAttention",))]
+    assert shown_now(model) == (of_layers(0, 1), calls, 2, [True])
+    stock.model.layers[0], model.model.layers[0] = model.model.layers[0], stock.model.layers[0]
+    assert shown_now(model) == (of_layers(1), calls, 1, [True])
+    assert shown_now(stock) == (of_layers(0), calls, 1, [])
+    model.model.layers[1].mlp = LlamaMLP(model.config)
+    assert shown_now(model) == (of_layers(1)[1:], calls, 1, [True])
+    model.model = Patcher({"LlamaMLP": OtherMLP}, name="second").apply(model.model)
+    assert shown_now(model) == (
+        [(f"model.layers.{index}.mlp", "OtherMLP") for index in range(2)],
+        [],
+        0,
+        [True, False],
+    )
+    model.model = Patcher().apply(model.model)
+    assert shown_now(model)[:3] == ([], [], 0)
+
+
+def test_a_replacement_that_calls_a_replaced_function_is_counted(llama: Path) -> None:
+    patcher = Patcher({"LlamaAttention": OwnAttention}, function_mapping={"rotate_half": rotated})
+    for said in (report(LlamaForCausalLM.from_pretrained(llama, patcher=patcher)), plan(llama, patcher)):
+        assert said.calling == 2
+        assert "calls transformers.models.llama.modeling_llama:rotate_half -> " in str(said)
 
 
 @pytest.mark.parametrize("value", [None, "gpt2", OWN, LlamaForCausalLM])
@@ -415,11 +475,6 @@ def test_a_filter_and_a_conversion_of_ours_are_both_told(llama: Path) -> None:
     assert len(said.conversions_added) == 1
     assert "nowhere" in " ".join(said.warnings)
     assert "nowhere" in str(said)
-
-
-def rotated(x: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat([-second, first], -1)
 
 
 def test_of_a_function_it_is_said_how_many_modules_call_it(llama: Path) -> None:

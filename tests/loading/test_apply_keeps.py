@@ -414,7 +414,7 @@ REFUSED = {
         "attention",
         "bias_beside",
     ): r"o_proj\.bias has the shape \(64,\) \(its config says None\), which would be lost",
-    ("mlp and qkv", "lora_beside"): r"'qkv' found no module that it can fuse; .*q_proj is a Linear",
+    ("mlp and qkv", "lora_beside"): r"'qkv' found no module that it can fuse; .*q_proj is a Linear of peft\.",
     ("layer", "lora_beside"): r"self_attn\.q_proj has an adapter",
     ("layer", "bias_beside"): r"o_proj\.bias has the shape \(64,\)",
     ("model", "lora_beside"): r"self_attn\.q_proj has an adapter, which would be lost",
@@ -514,6 +514,13 @@ def test_parts_that_are_frozen_each_its_own_way_are_not_joined() -> None:
         InvalidPatcherError, match=r"layers\.1\.mlp\.up_proj\.weight is frozen, and others of .*gate_proj"
     ):
         JOINED.apply(given)
+    given.model.layers[1].self_attn.q_proj.requires_grad_(False)
+    given.model.layers[1].self_attn.k_proj.requires_grad_(False)
+    refused = dict(report(Patcher(fusions="qkv").apply(given)).refused)
+    assert refused == {
+        "model.layers.1.self_attn": "q_proj.weight, k_proj.weight are frozen, and others of q_proj.weight, "
+        "k_proj.weight, v_proj.weight aren't"
+    }
 
 
 def test_a_trained_model_and_its_copy_share_what_is_not_converted_and_nothing_else() -> None:

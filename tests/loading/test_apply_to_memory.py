@@ -161,3 +161,14 @@ def test_an_offloaded_model_is_refused(folder: Path, tmp_path: Path) -> None:
 def test_only_models_are_taken() -> None:
     with pytest.raises(InvalidPatcherError, match=r"takes a model of transformers, found Linear"):
         NORM.apply(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("patcher", [JOINED, Patcher(fusions="qkv")], ids=["replaced", "fused"])
+def test_a_default_device_without_values_does_not_matter(folder: Path, patcher: Patcher) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.device("meta"):
+        patched = patcher.apply(model)
+        back = Patcher().apply(patched)
+    assert not [name for name, value in (*patched.named_parameters(), *patched.named_buffers()) if value.is_meta]
+    torch.testing.assert_close(logits(patched), logits(model))
+    assert torch.equal(logits(back), logits(model))

@@ -29,7 +29,7 @@ from patcher import PatchedWeightsError, Patcher, report
 from patcher.layouts.conversion import Group
 from tests.support import shared
 from tests.support.checkpoints import assert_saved_alike, files
-from tests.support.replacements import JoinedAttention
+from tests.support.replacements import JOINED, JoinedAttention
 from tests.support.tiny import save_tiny, tiny_llama_config
 
 
@@ -253,6 +253,19 @@ def test_a_quantized_fused_weight_raises(tmp_path: Path) -> None:
     ):
         model.save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.libraries
+def test_what_becomes_of_quantized_weights_that_are_converted_is_said_once(tmp_path: Path) -> None:
+    checkpoint, quantization = shared.checkpoint(tiny_llama_config()), BitsAndBytesConfig(load_in_8bit=True)
+    load = AutoModelForCausalLM.from_pretrained
+    model = load(checkpoint, patcher=JOINED, quantization_config=quantization)
+    with pytest.raises(PatchedWeightsError, match=r"only \(keep the checkpoint in full precision, and quantize it at"):
+        model.save_pretrained(tmp_path / "out")
+    load(checkpoint, quantization_config=quantization).save_pretrained(tmp_path / "quantized")
+    with pytest.raises(PatchedWeightsError, match="and so are these weights") as raised:
+        load(tmp_path / "quantized", patcher=JOINED)
+    assert "in full precision, which" not in str(raised.value)
 
 
 def test_the_runtime_layout_that_no_fusion_describes_is_not_saved(tmp_path: Path) -> None:

@@ -256,6 +256,14 @@ def test_a_fusion_that_finds_nothing_says_what_it_looked_for(fusion: str, text: 
         load(llama, Patcher(fusions=["qkv", fusion]))
 
 
+def test_a_fusion_that_finds_nothing_says_what_was_replaced(llama: Path) -> None:
+    patcher = Patcher({"LlamaMLP": JoinedMLP}, extra_weight_conversions=JOIN, fusions="gate_up")
+    with pytest.raises(
+        UnmatchedPatchError, match=r"gate_proj, up_proj; .*; mappings have replaced LlamaMLP by JoinedMLP"
+    ):
+        load(llama, patcher)
+
+
 def test_a_fusion_that_finds_nothing_says_why_it_left_alone_what_it_found() -> None:
     config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=2)
     (problem,) = plan(config, Patcher(fusions="patch_embeddings")).problems

@@ -73,6 +73,22 @@ def trained(llama: Path, patcher: Patcher = SHIFTED, seed: int = 0) -> Any:
     return model
 
 
+def test_new_weights_of_a_part_with_a_patcher_of_its_own_are_named(llama: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama, patcher=Patcher(fusions="qkv"))
+    model.model = SHIFTED.apply(model.model)
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        metadata, names = file.metadata(), [name for name in file.keys() if name.endswith("shift")]  # noqa: SIM118
+    assert json.loads(metadata["patcher_new_weights"]) == {"of": "shifted", "names": sorted(names)}
+    with pytest.raises(PatchedWeightsError, match=r"norm\.shift"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, patcher=Patcher(fusions="qkv"))
+    said = r"^model of LlamaForCausalLM were patched separately, .*: save_new_weights\(model\.model, folder\)"
+    with pytest.raises(InvalidPatcherError, match=said):
+        save_new_weights(model, tmp_path)
+    save_new_weights(model.model, tmp_path / "new")
+    load_new_weights(model.model, tmp_path / "new")
+
+
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model(IDS).logits

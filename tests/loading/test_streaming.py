@@ -257,6 +257,15 @@ def test_what_does_not_fit_is_named_in_one_error(wrong: str, kind: str) -> None:
         assert torch.equal(tensor, expected[name] if fits else torch.full_like(tensor, 0.5)), name
 
 
+@pytest.mark.parametrize("weights", [{"model.norm.weight": [1.0]}, [("model.norm.weight", None)], ["a", "b"], 3])
+def test_what_are_no_tensors_with_names_is_said(weights: Any) -> None:
+    said = (
+        r"takes pairs of a name and a torch\.Tensor, found .*\. torch\.from_numpy\(array\) makes a tensor of an array"
+    )
+    with pytest.raises(InvalidPatcherError, match=said):
+        load_checkpoint_weights(build_tiny(tiny_llama_config()), weights)
+
+
 def test_a_name_that_comes_twice_is_left_over() -> None:
     model, source = build_tiny(tiny_llama_config(), seed=1), build_tiny(tiny_llama_config())
     weights = [*checkpoint_weights(source), ("lm_head.weight", torch.zeros(128, 64))]

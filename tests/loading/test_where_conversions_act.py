@@ -12,8 +12,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GPT2Config, WeightConverter
 from transformers.core_model_loading import Transpose, WeightRenaming
+from transformers.models.llama.modeling_llama import LlamaMLP
 
-from patcher import PatchedWeightsError, Patcher, plan
+from patcher import (
+    PatchedWeightsError,
+    Patcher,
+    checkpoint_weights,
+    load_checkpoint_weights,
+    load_original_state_dict,
+    original_optimizer_state_dict,
+    original_state_dict,
+    plan,
+)
 from tests.support.checkpoints import assert_saved_alike
 from tests.support.comparing import logits
 from tests.support.replacements import JoinedAttention, joining
@@ -162,3 +172,64 @@ def _mlp() -> Any:
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     return LlamaMLP
+
+
+# --- conversions that exchange names -----------------------------------------------------------------------------
+
+
+class Exchanged(LlamaMLP):
+    """Names the gate and the up projection the other way round."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+def test_names_may_be_exchanged(llama: Path, tmp_path: Path) -> None:
+    patcher = Patcher(
+        {"LlamaMLP": Exchanged},
+        extra_weight_conversions=[
+            WeightRenaming("mlp.gate_proj", "mlp.other"),
+            WeightRenaming("mlp.up_proj", "mlp.gate_proj"),
+            WeightRenaming("mlp.other", "mlp.up_proj"),
+        ],
+    )
+    assert_as_stock(llama, patcher, tmp_path)
+    load = AutoModelForCausalLM.from_pretrained
+    model, stock = load(llama, patcher=patcher), load(llama)
+    expected, original = logits(stock), {name: value.clone() for name, value in stock.state_dict().items()}
+    assert_equal(original_state_dict(model), original)
+    assert_equal(dict(checkpoint_weights(model)), original)
+    ours, theirs = (steps(each) for each in (model, stock))
+    torch.testing.assert_close(ours["state"], theirs["state"])
+
+    for write in (load_original_state_dict, load_checkpoint_weights):
+        other = load(llama, patcher=patcher)
+        torch.nn.init.zeros_(other.model.layers[0].mlp.gate_proj.weight)
+        write(other, {name: value.clone() for name, value in original.items()})
+        torch.testing.assert_close(logits(other), expected)
+        other.load_state_dict(other.state_dict())
+        torch.testing.assert_close(logits(other), expected)
+        with pytest.raises(RuntimeError, match=r"has the same name and shape before and after .* doesn't say which"):
+            other.load_state_dict(original)
+
+
+def steps(model: Any) -> dict[str, Any]:
+    """The optimizer state after a step, in the layout of transformers."""
+    ids = torch.tensor([[3, 4, 5, 6]])
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+    return original_optimizer_state_dict(model, optimizer)
+
+
+def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_two_renamings_do_not_exchange_names(llama: Path) -> None:
+    renamings = [WeightRenaming("mlp.gate_proj", "mlp.up_proj"), WeightRenaming("mlp.up_proj", "mlp.gate_proj")]
+    patcher = Patcher({"LlamaMLP": Exchanged}, extra_weight_conversions=renamings)
+    said = r"gate_proj\.weight twice: .* \(renamings run one after another: they exchange names through a third\)"
+    with pytest.raises(PatchedWeightsError, match=said):
+        AutoModelForCausalLM.from_pretrained(llama, patcher=patcher)

@@ -134,7 +134,7 @@ NOT_HERE = {
     "which a file can't refuse. Load with the patcher itself.": "done in tests/codegen/test_from_patcher",
     "; give model_config= (--model-config FOLDER)": "done in tests/verification/test_generated_files",
     "for a config, write verify(config, patcher).": "done in tests/verification/test_verification",
-    "name others, or leave stages= out.": "done in tests/verification/test_verification",
+    "name others, or none, for all.": "done in tests/verification/test_verification",
     "write benchmark(..., inputs={...})": "no model is known for which nothing is found that it runs on",
     "never lie beside others. Save them into a folder, and upload that": "needs a hub",
 }

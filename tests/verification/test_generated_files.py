@@ -182,3 +182,12 @@ def test_an_architecture_whose_sizes_depend_on_each_other_needs_a_config() -> No
     found = verify(config, model_class="Mamba2ForCausalLM")
     assert not found.passed
     assert "give model_config= (--model-config FOLDER), a small one with which it runs" in str(found)
+
+
+def test_a_tower_without_inputs_of_its_own_is_run_by_the_model_around_it() -> None:
+    config = PatchConfig("transformers.models.qwen2_vl.modeling_qwen2_vl", "patched_modeling_qwen2_vl.py")
+    config.override_method("VisionMlp.forward", "def forward(self, x):\n    return self.fc2(self.act(self.fc1(x)))\n")
+    found = verify(config, model_class="Qwen2VisionTransformerPretrainedModel")
+    assert not found.passed
+    assert "runs, or model_class= (--model CLASS), a model around it that makes its inputs" in found.skipped[0][1]
+    assert verify(config, model_class="Qwen2VLForConditionalGeneration").passed

@@ -290,7 +290,10 @@ def test_a_model_that_raises_on_every_input_is_not_passed(llama: Path) -> None:
 
     stock.model.register_forward_hook(fail)
     found = compare(stock, other, quick=True)
-    assert "stock runs on none of the inputs that were tried; the first error: ValueError: late" in found.failures[0]
+    assert (
+        "the first model runs on none of the inputs that were tried; the first error: ValueError: late"
+        in found.failures[0]
+    )
 
 
 def test_how_far_models_may_be_apart_can_be_said(llama: Path) -> None:
@@ -346,13 +349,13 @@ def test_wrong_use_raises(arguments: Any, message: str) -> None:
 @pytest.mark.parametrize("stages", [[], ["load"], ["windows"]], ids=str)
 def test_stages_that_compare_nothing_do_not_pass(llama: Path, stages: list[str]) -> None:
     reason = r"\n  windows: not checked: the config has no window" if "windows" in stages else "$"
-    with pytest.raises(InvalidPatcherError, match=f"compare nothing; name others, or leave stages= out.{reason}"):
+    with pytest.raises(InvalidPatcherError, match=f"compare nothing; name others, or none, for all.{reason}"):
         verify(llama, OWN, stages=stages)
     assert verify(llama, OWN, stages=[*stages, "outputs"])
 
 
 def test_a_stage_that_is_not_there_is_said() -> None:
-    with pytest.raises(InvalidPatcherError, match=r"stages='saves': there is no such stage; did you mean 'save'"):
+    with pytest.raises(InvalidPatcherError, match=r"stage 'saves': there is no such stage; did you mean 'save'"):
         verify(LLAMA, OWN, stages=["saves"])
     wrapper = nn.Sequential(build_tiny(LLAMA))
     with pytest.raises(InvalidPatcherError, match="takes a PreTrainedModel, found a Sequential; pass the model"):
