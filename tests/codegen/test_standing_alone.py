@@ -229,6 +229,7 @@ BY_NAME = [
     ("NemotronHForCausalLM", "sequential_experts", r"by which model\.embeddings\.weight has another name in a"),
     ("HrmTextForCausalLM", "qkv", r"gqkv_proj\.weight -> .*, which a file can't write as one with the fusion"),
     ("BridgeTowerModel", "qkv kv", r"crossattention\.self\.key\.\w+ has the name of what is fused elsewhere"),
+    ("ProphetNetForConditionalGeneration", "siblings", r"would convert self_attn\.key_proj in different ways"),
     # in newer releases
     ("BailingHybridForCausalLM", "qkv", r"model\.layers\.\d\.self_attn\.q_proj\.weight has the name of what is"),
     ("Step3p7ForConditionalGeneration", "sequential_experts", r"moe\.gate_proj\.weight, moe\.up_proj\.weight -> "),

@@ -22,6 +22,7 @@ from tests.codegen.models import EXPERTS, LATENT, PAIRS, clip, text_config
 from tests.support import tiny
 from tests.support.comparing import assert_equal_models
 from tests.support.sampling import sampled
+from tests.support.small_configs import small_configs
 
 #: case -> model class, config, and the inputs where token ids are not enough
 CASES: dict[str, tuple[str, Callable[[], PretrainedConfig], dict[str, Any] | None]] = {
@@ -33,11 +34,19 @@ CASES: dict[str, tuple[str, Callable[[], PretrainedConfig], dict[str, Any] | Non
     "CLIP, two models in one": ("CLIPModel", clip, PAIRS),
     "CLIP, one of the two": ("CLIPVisionModel", lambda: clip().vision_config, {"pixel_values": PAIRS["pixel_values"]}),
     "Llava, whose parts are of other modules": ("LlavaForConditionalGeneration", tiny.tiny_llava_config, None),
+    "FalconH1, which fills buffers of its layers": (
+        "FalconH1ForCausalLM", lambda: next(small_configs(transformers.FalconH1Config)), None,
+    ),
     "Llama, which has none": ("LlamaForCausalLM", tiny.tiny_llama_config, None),
+}  # fmt: skip
+
+
+SHORT = {
+    "FalconH1, which fills buffers of its layers",
+    "Mixtral",
+    "Qwen2-VL, by the names of its classes",
+    "CLIP, two models in one",
 }
-
-
-SHORT = {"Mixtral", "Qwen2-VL, by the names of its classes", "CLIP, two models in one"}
 
 
 @pytest.mark.parametrize("case", sampled(CASES, SHORT))

@@ -80,6 +80,8 @@ class OwnConversions:
     converted: Sequence[str]
     #: the keys of conversions that the whole model has as well, and that have no effect if applied twice
     _shared: set[str] = field(default_factory=set)
+    #: pattern -> the identity of the conversion that has it
+    _converting: dict[str, Any] = field(default_factory=dict)
 
     def write(self, layouts: Mapping[str, Sequence[Layout]], extra: Sequence[WeightTransform]) -> None:
         """Register the conversions of fused modules, by path, and further ones."""
@@ -252,6 +254,13 @@ class OwnConversions:
         """Raise a CodegenError if a conversion matches other parameters by name than `read`, those that it is for."""
         fused = set().union(*read.values())
         converters = {identity(transform): transform for transform in added if isinstance(transform, WeightConverter)}
+        for name, converter in converters.items():
+            for pattern in (*source_patterns(converter), *target_patterns(converter)):
+                if self._converting.setdefault(pattern, name) != name:
+                    raise self.described.refusal(
+                        f"{type(self.modules[owner]).__name__} and another model of the file would convert {pattern} "
+                        "in different ways, and transformers tells conversions apart by names"
+                    )
         reverse, rename_on_save = reversed_copies(converters.values()), key_renamer(reversed_copies(stock))
         for key in self.modules[owner].state_dict():
             others = [converter for name, converter in converters.items() if key not in read[name]]

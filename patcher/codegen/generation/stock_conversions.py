@@ -28,6 +28,7 @@ _LINES = (
     "    return False",
 )
 _TABLE = "transformers.conversion_mapping"
+_BUFFER = re.compile(r'register_buffer\(\s*"(\w+)"[^\n]*\bpersistent=False')
 _MODEL_TYPE = re.compile(r'^    model_type\b[^=\n]*= *"([^"]+)"', re.MULTILINE)
 
 
@@ -39,7 +40,8 @@ def with_stock_conversions(draft: Draft, text: str) -> tuple[str, list[str]]:
     config = draft.config
     is_overridden = any(patch.target.rpartition(".")[2] == METHOD for patch in config.patches)
     is_of_transformers = draft.source.name.startswith("transformers.")
-    if config.converts_itself or is_overridden or not is_of_transformers or not _may_have_conversions(draft):
+    is_affected = _may_have_conversions(draft) or _fills_buffers_of_parts(draft.text)
+    if config.converts_itself or is_overridden or not is_of_transformers or not is_affected:
         return text, []
     file, edits, methods = Text(text, parsed(text)), list[Edit](), list[str]()
     _check_names(draft, file.tree)
@@ -63,6 +65,17 @@ def _may_have_conversions(draft: Draft) -> bool:
     files = draft.source.path.parent.glob("configuration_*.py")
     types = {name for path in files for name in _MODEL_TYPE.findall(path.read_text("utf-8"))}
     return not types or not converted() or not converted().isdisjoint(types | _classes(draft.text.tree).keys())
+
+
+def _fills_buffers_of_parts(text: Text) -> bool:
+    """Whether `_init_weights` of a model fills buffers of its layers that no checkpoint has, as FalconH1's does.
+
+    transformers doesn't call it for a model of other code whose own weights are loaded: the buffers would be garbage.
+    """
+    buffers = set(_BUFFER.findall(text.text))
+    targets = [call.args[0] for call in _calls_of_init_weights(text.tree) if call.args]
+    parts = [target for target in targets if isinstance(target, ast.Attribute) and target.attr in buffers]
+    return any(isinstance(target.value, ast.Attribute) for target in parts)
 
 
 @cache
