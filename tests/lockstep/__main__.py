@@ -3,6 +3,7 @@
     python -m tests.lockstep                          # ten minutes of tiny models
     python -m tests.lockstep --seconds 60 --seed 7    # others
     python -m tests.lockstep --all --length 3         # any architecture of transformers
+    python -m tests.lockstep --all --files            # by generated files instead of loads with a patcher
     python -m tests.lockstep --only pickled --only saved --subject t5
 
 Both models compute in float64. After each operation their outputs, their weights in the original layout and what the
@@ -35,6 +36,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], help="operations to choose from")
     parser.add_argument("--subject", action="append", default=[], help="models to choose from")
     parser.add_argument("--all", action="store_true", help="choose from all architectures")
+    parser.add_argument("--files", action="store_true", help="load by generated files, without a patcher")
     parser.add_argument("--refusals", action="store_true", help="print each refusal with a sequence that has it")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -46,7 +48,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         trials = Trials(Path(folder))
         while time.monotonic() < end:
-            trial = Trial.random(seed, options.length, subjects, options.only)
+            trial = Trial.random(seed, options.length, subjects, options.only, in_file=options.files)
             try:
                 if trials.failure_of(trial):
                     shortest = trials.shortest(trial)

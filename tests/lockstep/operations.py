@@ -14,13 +14,12 @@ import pickle
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, load_model, save_model
+from safetensors.torch import load_model, save_model
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel
@@ -36,7 +35,7 @@ from patcher import (
     original_state_dict,
     report,
 )
-from tests.lockstep.subjects import FUSIONS, Side, Stock
+from tests.lockstep.subjects import FUSIONS, Side, Stock, saved_tensors
 
 Seen = dict[str, Any]
 Operation = Callable[[Side, Stock, Random, Seen], Any]
@@ -227,11 +226,9 @@ def pickled(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
 def saved(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
     """Loaded again by the same load, or by stock's."""
     size, by_stock = choice.choice(["50KB", "5GB"]), choice.random() < 0.3
+    seen["tensors"] = saved_tensors(side.model)
     with tempfile.TemporaryDirectory() as folder:
         side.model.save_pretrained(folder, max_shard_size=size)
-        seen["tensors"] = {
-            key: value for file in Path(folder).glob("*.safetensors") for key, value in load_file(file).items()
-        }
         options = {} if by_stock else side.loading
         model, info = side.load(folder, output_loading_info=True, **options)
     seen |= {name: sorted(map(str, info[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}

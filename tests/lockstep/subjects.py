@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import importlib.util
+import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import BartConfig, PretrainedConfig, PreTrainedModel, T5Config
 
 from patcher import Patcher, original_state_dict
+from patcher.codegen import PatchConfig, generate
 from patcher.verification.inputs import Pass, chosen_passes
 from patcher.verification.passes import fitted, floating_tensors
 from tests.coverage.inputs import particular_passes
@@ -69,7 +75,8 @@ class Side:
         load: how its class loads a folder.
         construct: how its class constructs a model of a config.
         run: returns its outputs.
-        patcher: None for the stock model.
+        patcher: None for the stock model, and for a model of a generated file.
+        held: returns its weights in the original layout.
     """
 
     model: Any
@@ -77,6 +84,7 @@ class Side:
     construct: Callable[..., Any]
     run: Callable[[Any], list[torch.Tensor]]
     patcher: Patcher | None
+    held: Callable[[Any], Mapping[str, torch.Tensor]] = original_state_dict
 
     @property
     def loading(self) -> dict[str, Patcher]:
@@ -148,6 +156,32 @@ class Subject:
         if not all(torch.equal(first, second) for first, second in outputs):  # NaN too
             raise NoSubjectError("it computes something else each time")
 
+    def sides(self, patcher: Patcher, *, in_file: bool = False) -> tuple[Side, Side]:
+        """Load the checkpoint as stock does, and with a patcher, or by the classes of a file with its effect.
+
+        Raises:
+            CodegenError: if a file can't have that effect.
+        """
+        stock = self.side(None)
+        if not in_file:
+            return stock, self.side(patcher)
+        generated = replace(self, model_class=self._class_in_file(patcher, stock.model.config)).side(None)
+        stock.held = generated.held = saved_tensors
+        return stock, generated
+
+    def _class_in_file(self, patcher: Patcher, config: PretrainedConfig) -> Any:
+        text = generate(PatchConfig.from_patcher(patcher, self.model_class, config=config))
+        name = f"generated_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        if name not in sys.modules:
+            file = self.folder / f"{name}.py"
+            file.write_text(text, "utf-8")
+            spec = importlib.util.spec_from_file_location(name, file)
+            assert spec is not None
+            assert spec.loader is not None
+            module = sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        return getattr(sys.modules[name], self.model_class.__name__)
+
     def side(self, patcher: Patcher | None) -> Side:
         """Load the checkpoint as stock does, or with a patcher."""
         side = Side(None, self._load, self._construct, self._run, patcher)
@@ -171,6 +205,13 @@ class Subject:
             outputs += floating_tensors(called(**fitted(one.arguments, model)))
         model.train(was_training)
         return outputs
+
+
+def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """Return what a model saves."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return {key: value for file in Path(folder).glob("*.safetensors") for key, value in load_file(file).items()}
 
 
 def _exact(model: Any) -> Any:

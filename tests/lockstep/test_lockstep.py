@@ -29,6 +29,13 @@ def test_a_few_sequences(subject: str, trials: Trials) -> None:
         assert trials.failure_of(trial) == "", trial
 
 
+@pytest.mark.parametrize("subject", ["tied llama", "bert", "mixtral", "qwen2_vl", "t5"])
+def test_a_few_sequences_of_generated_files(subject: str, trials: Trials) -> None:
+    for seed in range(2):
+        trial = Trial.random(seed, length=3, subjects=[subject], in_file=True)
+        assert trials.failure_of(trial) == "", trial
+
+
 def of_llama(*names: str) -> Trial:
     return Trial("llama", "qkv, gate_up", tuple((name, 0) for name in names))
 
