@@ -36,6 +36,22 @@ def test_a_few_sequences_of_generated_files(subject: str, trials: Trials) -> Non
         assert trials.failure_of(trial) == "", trial
 
 
+#: Architectures whose files were wrong.
+FILES = [
+    ("FalconH1ForCausalLM", "qkv, gate_up"),  # fills buffers of its layers
+    ("Qwen3VLMoeForConditionalGeneration", "qkv, sequential_experts"),
+    ("TimesFm2_5ModelForPrediction", "siblings"),  # reads the dtype of a part
+]
+
+
+@pytest.mark.parametrize(("subject", "fusions"), FILES)
+def test_a_file_of(subject: str, fusions: str, trials: Trials) -> None:
+    trial = Trial(subject, fusions, (("training", 0), ("saved", 0)), in_file=True)
+    assert trials.failure_of(trial) == ""
+    assert trials.counts["saved"]
+    assert trial not in trials.refusals.values()
+
+
 def of_llama(*names: str) -> Trial:
     return Trial("llama", "qkv, gate_up", tuple((name, 0) for name in names))
 

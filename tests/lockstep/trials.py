@@ -111,7 +111,10 @@ class Trials:
                 self.counts["a file is generated: refused"] += 1
                 self.refusals.setdefault(str(error), trial)
                 return ""
-            failure = difference(observed(stock), observed(patched))
+            try:
+                failure = difference(observed(stock), observed(patched))
+            except Exception as error:
+                failure = f"{type(error).__name__}: {error}"
             for name, seed in trial.operations:
                 failure = failure or self._failure_of_one(name, seed, stock, patched, trial)
             return failure

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -248,7 +249,8 @@ class FusedLayers:
         members = [self.joined_init(original, joined)]
         rewritten = [wrapped(code, self.text.text.text) for code in cls._rewritten.values()]
         compares_inputs = any("self.shared_input()" in code for code in rewritten)
-        if compares_inputs or any("super()." in code for code in rewritten) or self._uses_parts(original, cls):
+        used = re.compile(rf"super\(\)\.|\.({'|'.join(joined.projections)})\b")
+        if compares_inputs or any(map(used.search, rewritten)) or self._uses_parts(original, cls):
             self.define(standing_alone.JoinedPart)
             for index, name in enumerate(joined.projections):
                 start = f"sum(self.{joined.sizes}[:{index}])" if index else "0"
