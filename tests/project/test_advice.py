@@ -107,6 +107,7 @@ NOT_HERE = {
     ". Load it whole, or load the original model.": "done in tests/codegen/test_standing_alone",
     "Load the model again with the patcher that it is to have.": "done in tests/loading/test_apply_keeps",
     "{} {}: load another model of this file, or the original one.": "done in tests/codegen/test_standing_alone",
+    "keep the checkpoint in full precision, and quantize it at each load": "done in tests/loading/test_giving_back",
     "Load the model, and write it with save_pretrained first.": "done in tests/test_publishing",
     "is for a layer of the original model only: load it into that.": "done in tests/codegen/test_standing_alone",
     "no round was finished; give it more time: seconds={}": "no error: tests/verification/test_benchmark",
