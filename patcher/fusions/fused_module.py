@@ -24,7 +24,8 @@ from patcher.compat.models import (
 )
 from patcher.errors import PatchConstructionError
 from patcher.fusions.families import name_or_fusion
-from patcher.fusions.methods import is_importable, member
+from patcher.fusions.lookups import member
+from patcher.fusions.methods import is_importable
 from patcher.fusions.old_names import Moved, OldNames
 from patcher.layouts.carried import RECIPE, ModuleLayouts, carry, reduce_by_recipe
 from patcher.layouts.layouts import Layout, Rows, is_alone

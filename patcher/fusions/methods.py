@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from patcher.fusions.lookups import code_of, lookups, member
 from patcher.source.alike import of_code
 from patcher.source.call_sites import positional_parameters
 from patcher.source.texts import dedented
@@ -75,7 +76,7 @@ def read_function(function: FunctionType) -> Method:
         NotUnderstoodError: there is none, or it doesn't compile to the code that runs: the file was edited after its
             import, or another tool has changed the function.
     """
-    code = function.__code__
+    code = lookups.get(code_of, function, "")
     known_code, source = _sources.get(function, (None, ""))
     if known_code is not code:
         try:
@@ -127,18 +128,13 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def member(cls: type, name: str) -> Any:
-    """Return a member of a class without running a descriptor; None if there is none."""
-    return inspect.getattr_static(cls, name, None)
-
-
 def members_of(cls: type[nn.Module]) -> dict[str, Any]:
     """Return the members of a class and its bases, without those of `nn.Module`."""
     members: dict[str, Any] = {}
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         for name, value in vars(base).items():
             if name not in members:
-                members[name] = member(cls, name) if callable(value) else value
+                members[name] = lookups.get(member, cls, name) if callable(value) else value
     return members
 
 
@@ -172,7 +168,7 @@ def method_to_rewrite(cls: type[nn.Module], name: str) -> Method:
     Raises:
         NotUnderstoodError: the source doesn't show everything that runs.
     """
-    attribute = member(cls, name)
+    attribute = lookups.get(member, cls, name)
     method = read_function(inspect.unwrap(attribute))
     if (attribute is not method.function) != bool(method.node.decorator_list):
         raise NotUnderstoodError(f"{name} is wrapped by something that its source doesn't show", 1)

@@ -24,11 +24,11 @@ import transformers
 from torch import nn
 
 from patcher.compat.models import ACT2FN
+from patcher.fusions.lookups import attribute, in_namespace, lookups, member
 from patcher.fusions.methods import (
     Method,
     NotUnderstoodError,
     located,
-    member,
     read_function,
     self_of,
     trees_of,
@@ -269,7 +269,7 @@ class Body:
         for members in (self.module._parameters, self.module._buffers, self.module._modules, vars(self.module)):
             if name in members:
                 return members[name]
-        value = member(type(self.module), name)
+        value = lookups.get(member, type(self.module), name)
         return ... if value is None or isinstance(value, property) else value
 
     def _assigned_attributes(self) -> frozenset[str]:
@@ -286,11 +286,11 @@ class Body:
         """Return the object of a dotted name outside of the function; `...` if it isn't known."""
         match node:
             case ast.Name(id=name) if name not in self.assigned:
-                return self.method.function.__globals__.get(name, getattr(builtins, name, ...))
+                return lookups.get(in_namespace, self.method.function.__globals__, name)
             case ast.Attribute(value=inner, attr=attr):
                 owner = self.resolve(inner)
                 if isinstance(owner, ModuleType | type):
-                    return getattr(owner, attr, ...)
+                    return lookups.get(attribute, owner, attr)
         return ...
 
     def evaluate(self, test: ast.expr) -> bool:
@@ -442,7 +442,7 @@ class Body:
             return False, f"{cls.__name__} isn't called by the forward of its class"
         if cls in _LAYERS:
             return _call_of_layer(module)
-        return self._follow(unwrapped(member(cls, "forward")), node, module)
+        return self._follow(unwrapped(lookups.get(member, cls, "forward")), node, module)
 
     # --- followed functions ------------------------------------------------------------------------------------------
 
@@ -494,7 +494,7 @@ class Body:
 
     def problem_of_property(self, name: str) -> str:
         """Why reading an attribute of the module may write into a tensor, "" if it isn't a property."""
-        getter = member(type(self.module), name)
+        getter = lookups.get(member, type(self.module), name)
         if not isinstance(getter, property) or name in self.parts or name in vars(self.module):
             return ""
         return f"the property {name!r} isn't followed"

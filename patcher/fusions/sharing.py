@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import threading
+import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +19,12 @@ from typing import Any
 from torch import nn
 
 from patcher.fusions.callers import Caller, taken_as_modules
+from patcher.fusions.lookups import are_unchanged, lookups
 from patcher.fusions.methods import (
     Method,
     NotUnderstoodError,
     functions_of,
+    is_importable,
     located,
     method_to_rewrite,
     self_of,
@@ -106,13 +110,14 @@ def called_with(cls: type[nn.Module], names: Iterable[str]) -> list[tuple[str, .
 
 @dataclass(frozen=True, eq=False)
 class _Analysis:
-    """The result for a module, which applies to identical modules of the same load.
+    """The result for a module, which applies to identical modules as long as its lookups are unchanged.
 
     Attributes:
         constants: the attributes of the module, and of its caller, whose values the result depends on.
     """
 
     key: Any
+    lookups: tuple[Any, ...]
     constants: tuple[Mapping[str, Any], Mapping[str, Any]]
     forms: tuple[Form, ...]
     reason: str
@@ -122,6 +127,10 @@ class _Analysis:
         used = ((vars(owner).get(name), value) for owner, attributes in zip(modules, self.constants, strict=True)
                 for name, value in attributes.items())  # fmt: skip
         return self.key == key and all(current == value for current, value in used)
+
+
+_lock = threading.RLock()
+_analyses: weakref.WeakKeyDictionary[type[nn.Module], list[_Analysis]] = weakref.WeakKeyDictionary()
 
 
 #: A module, its projections, and its caller, if that is known.
@@ -134,27 +143,37 @@ def forms_of(candidates: Mapping[str, Candidate]) -> dict[str, tuple[Form, ...] 
     Identical modules are analyzed once.
     """
     callers = {path: caller.classes if caller is not None else None for path, (_, _, caller) in candidates.items()}
+    is_cached = {cls: is_importable(cls) for cls in {type(module) for module, _, _ in candidates.values()}}
     result: dict[str, tuple[Form, ...] | str] = {}
-    analyses: list[_Analysis] = []
-    for path, (module, group, caller) in candidates.items():
-        key = group, _structure(module, group), callers[path]
-        analysis = next((entry for entry in analyses if entry.applies_to(module, key, caller)), None)
-        if analysis is None:
-            analysis = _analyze(module, group, caller, key)
-            analyses.append(analysis)
-        result[path] = analysis.reason or analysis.forms
+    uncached: dict[type[nn.Module], list[_Analysis]] = {}
+    valid: list[_Analysis] = []
+    with _lock:
+        for path, (module, group, caller) in candidates.items():
+            cls, key = type(module), (group, _structure(module, group), callers[path])
+            analyses = (_analyses if is_cached[cls] else uncached).setdefault(cls, [])
+            matching = (entry for entry in analyses if entry.applies_to(module, key, caller))
+            analysis = next((entry for entry in matching if entry in valid or are_unchanged(entry.lookups)), None)
+            if analysis is None:
+                analysis = _analyze(module, group, caller, key)
+                analyses[:] = [entry for entry in analyses if entry.key != key or are_unchanged(entry.lookups)]
+                analyses.append(analysis)
+            valid.append(analysis)
+            result[path] = analysis.reason or analysis.forms
     return result
 
 
 def _analyze(module: nn.Module, group: tuple[str, ...], caller: Caller | None, key: Any) -> _Analysis:
     forms: tuple[Form, ...] = ()
     reason, constants = "", dict[str, Any]()
+    lookups.begin()
     try:
         forms = _forms_of(module, group, caller, constants)
         reason = caller.uses_as_modules(group) if caller is not None else ""
     except NotUnderstoodError as error:
         reason = str(error)
-    return _Analysis(key, (constants, caller.constants if caller is not None else {}), forms, reason)
+    finally:
+        recorded = lookups.end()
+    return _Analysis(key, recorded, (constants, caller.constants if caller is not None else {}), forms, reason)
 
 
 def _structure(module: nn.Module | None, group: Iterable[str] = ()) -> Any:
