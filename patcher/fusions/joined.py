@@ -137,7 +137,7 @@ class ProjectionView:
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
         whole, own_bias = self._whole, self._own_bias
         # accelerate reads offloaded weights in a `forward` of the layer.
-        is_plain = type(whole) is nn.Linear and type(whole.weight) is nn.Parameter and "forward" not in vars(whole)
+        is_plain = type(whole) is nn.Linear and type(whole.weight) is nn.Parameter and "forward" not in whole.__dict__
         if is_plain and whole.out_features == sum(self._sizes) and not more_than_a_weight_and_bias(whole):
             joined_bias: torch.Tensor | None = whole.bias
             bias = own_bias if joined_bias is None else joined_bias.narrow(0, *self._rows)

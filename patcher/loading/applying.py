@@ -82,7 +82,7 @@ def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
     """See `Patcher.apply`."""
     check_can_be_copied(model)
     check_pins(patcher, stock_class(model))
-    on_meta = torch.get_default_device().type == "meta"  # where values that modules compute would be lost
+    on_meta = torch.empty(0).is_meta  # where values that modules compute would be lost
     with torch.device("cpu") if on_meta else nullcontext():
         return unpatched(lambda: _patched(patcher, shared_copy(model)))
 

@@ -54,7 +54,7 @@ ORDERS: dict[str, tuple[WeightConverter, Any]] = {
         lambda *parts: [torch.cat([each.view(2, 2, 3).transpose(0, 1).reshape(4, 3) for each in parts], 1)],
     ),
     "permuted, transposed, then joined": (
-        join(PermuteForRope(), Transpose(0, 1), Concatenate(dim=0)),
+        join(PermuteForRope(permute_layer_names=["a", "b"]), Transpose(0, 1), Concatenate(dim=0)),
         lambda *parts: [torch.cat([each.view(2, 2, 3).transpose(0, 1).reshape(4, 3).T for each in parts])],
     ),
     "joined twice over": (
