@@ -90,6 +90,11 @@ class Layout:
         return f"{', '.join(self.stock)} -> {', '.join(self.fused)} [{type(self).__name__}]"
 
 
+def partly_frozen(frozen: Sequence[str], parts: Iterable[str]) -> str:
+    """Return the end of a sentence that begins with the frozen ones of some parts."""
+    return f"{'is' if len(frozen) == 1 else 'are'} frozen, and others of {', '.join(parts)} aren't"
+
+
 def unlike_parts(layouts: Iterable[Layout], module: nn.Module) -> str:
     """Return why parameters of a module can't be joined: they differ in dtype or `requires_grad`; "" if they can."""
     for layout in layouts:
@@ -98,8 +103,7 @@ def unlike_parts(layouts: Iterable[Layout], module: nn.Module) -> str:
             return f"{', '.join(parts)} have different types"
         frozen = [name for name, part in parts.items() if not part.requires_grad]
         if 0 < len(frozen) < len(parts):
-            are = "is" if len(frozen) == 1 else "are"
-            return f"{', '.join(frozen)} {are} frozen, and others of {', '.join(parts)} aren't"
+            return f"{', '.join(frozen)} {partly_frozen(frozen, parts)}"
     return ""
 
 

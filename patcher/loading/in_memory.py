@@ -36,7 +36,7 @@ from patcher.compat.models import (
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.fused_module import FusedModule
 from patcher.layouts.carried import ModuleLayouts, carry, fused_modules, is_quantized
-from patcher.layouts.layouts import by_itself
+from patcher.layouts.layouts import by_itself, partly_frozen
 from patcher.loading.record import RECORD, patched_now
 from patcher.patterns import compress, inside
 
@@ -246,8 +246,7 @@ class Weights:
         flags = {part: value.requires_grad for part, value in (parts or dict(named_parameters(old))).items()}
         if len(set(flags.values())) > 1:
             frozen = [part for part, is_trained in flags.items() if not is_trained]
-            are = "is" if len(frozen) == 1 else "are"
-            what = f"{are} frozen, and others of {', '.join(compress(list(flags)))} aren't"
+            what = partly_frozen(frozen, compress(list(flags)))
             raise _refusal(", ".join(compress(frozen)), what, "Freeze all of them or none.")
         return any(flags.values())
 

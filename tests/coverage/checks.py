@@ -103,7 +103,7 @@ class Reference:
     @property
     def keeps_names(self) -> bool:
         """Whether stock saves what it has loaded under the names that it has loaded."""
-        checkpoint, stock = (_saved(self.path / folder).keys() for folder in ("checkpoint", "stock"))
+        checkpoint, stock = (tensors_in(self.path / folder).keys() for folder in ("checkpoint", "stock"))
         return checkpoint == stock
 
     passes: list[Pass]
@@ -424,7 +424,7 @@ def _unlike_files(one: Path, other: Path) -> str:
     return ""
 
 
-def _saved(folder: Path) -> dict[str, torch.Tensor]:
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
@@ -432,7 +432,7 @@ def unlike_stream(model: nn.Module, folder: Path) -> str:
     """Which of the weights that stream aren't those of the files."""
     from patcher import checkpoint_metadata, checkpoint_weights
 
-    expected, found, shown = _saved(folder), dict(checkpoint_weights(model)), checkpoint_metadata(model)
+    expected, found, shown = tensors_in(folder), dict(checkpoint_weights(model)), checkpoint_metadata(model)
     if other := sorted((found.keys() ^ expected.keys()) | (found.keys() ^ shown.keys())):
         return f"{other[0]} is only in one of both"
     for name, value in expected.items():

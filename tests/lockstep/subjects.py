@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import importlib.util
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -13,18 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from transformers import BartConfig, PretrainedConfig, PreTrainedModel, T5Config
 
 from patcher import Patcher, original_state_dict
 from patcher.codegen import PatchConfig, generate
 from patcher.verification.inputs import Pass, chosen_passes
 from patcher.verification.passes import fitted, floating_tensors
+from tests.coverage.checks import tensors_in
 from tests.coverage.inputs import particular_passes
 from tests.coverage.models import class_named, randomize
 from tests.support import tiny
 from tests.support.replacements import JOINED, OwnLayer, OwnMLP, OwnNorm
 from tests.support.small_configs import small_configs
+from tests.support.written_modules import written_module
 
 #: parameters of the largest model
 LARGEST = 3_000_000
@@ -172,14 +172,8 @@ class Subject:
     def _class_in_file(self, patcher: Patcher, config: PretrainedConfig) -> Any:
         text = generate(PatchConfig.from_patcher(patcher, self.model_class, config=config))
         name = f"generated_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        if name not in sys.modules:
-            file = self.folder / f"{name}.py"
-            file.write_text(text, "utf-8")
-            spec = importlib.util.spec_from_file_location(name, file)
-            assert spec is not None
-            assert spec.loader is not None
-            module = sys.modules[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+        if name not in sys.modules:  # where it stays, for pickles of its models
+            sys.modules[name] = written_module(text, self.folder / f"{name}.py")
         return getattr(sys.modules[name], self.model_class.__name__)
 
     def side(self, patcher: Patcher | None) -> Side:
@@ -211,7 +205,7 @@ def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
     """Return what a model saves."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return {key: value for file in Path(folder).glob("*.safetensors") for key, value in load_file(file).items()}
+        return tensors_in(Path(folder))
 
 
 def _exact(model: Any) -> Any:

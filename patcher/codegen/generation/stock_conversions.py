@@ -40,8 +40,9 @@ def with_stock_conversions(draft: Draft, text: str) -> tuple[str, list[str]]:
     config = draft.config
     is_overridden = any(patch.target.rpartition(".")[2] == METHOD for patch in config.patches)
     is_of_transformers = draft.source.name.startswith("transformers.")
-    is_affected = _may_have_conversions(draft) or _fills_buffers_of_parts(draft.text)
-    if config.converts_itself or is_overridden or not is_of_transformers or not is_affected:
+    if config.converts_itself or is_overridden or not is_of_transformers:
+        return text, []
+    if not _may_have_conversions(draft) and not _fills_buffers_of_parts(draft.text):
         return text, []
     file, edits, methods = Text(text, parsed(text)), list[Edit](), list[str]()
     _check_names(draft, file.tree)
