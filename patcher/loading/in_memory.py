@@ -44,6 +44,8 @@ from patcher.patterns import compress, inside
 ADAPTED = "an adapter names its layers"
 #: The hooks of a module that run with it.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
+#: Beginnings of the names of what a forward and a backward pass run, and how.
+_OF_PASSES = (*HOOKS[:4], "_is_full_backward_hook")
 
 
 def unfuse(
@@ -150,9 +152,9 @@ def _restore(module: nn.Module, carried: ModuleLayouts) -> nn.Module:
 
 
 def copy_hooks(new: nn.Module, module: nn.Module) -> None:
-    """Have a module run the hooks of the one that it replaces."""
+    """Have a module run the hooks of the one that it replaces, in the same dicts: handles know a hook by them."""
     for name, value in vars(module).items():
-        if name.startswith(HOOKS[:4]) and value:
+        if name.startswith(_OF_PASSES) and (value or not vars(new)[name]):
             new.__dict__[name] = value
 
 

@@ -77,7 +77,7 @@ def read(
         named, conversion = named_sources(routing.sources)
         weights, conversions = {**weights, **named}, [conversion, *mapping]
     info, disk_index = read_weights(weights, replace(load_config, weight_mapping=conversions))
-    set_used_conversions(selected.model, mapping, routing.used)
+    set_used_conversions(selected.model, mapping, None if routing.is_runtime_layout else routing.used)
     if loaded is None or not routing.agrees_with(info):
         loaded = check(info)
     return replace(loaded, info=info, disk_index=disk_index), info, disk_index

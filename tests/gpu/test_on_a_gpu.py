@@ -35,6 +35,10 @@ from tests.support.tiny import (
     tiny_qwen3_config,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
+#: torch.compile advises TensorFloat32, and tells of empty graphs and of what it doesn't optimize.
+compiles = pytest.mark.filterwarnings("ignore::UserWarning")
+
 CUDA = torch.device("cuda", 0)
 FUSED = Patcher(fusions=["qkv", "gate_up"])
 EXPERTS = Patcher(fusions=[SequentialExperts(all_tokens=True)])
@@ -140,6 +144,7 @@ def test_attention_kernels_take_rows_of_a_joined_output(name: str) -> None:
     torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)
 
 
+@compiles
 def test_generated_tokens_are_those_of_stock() -> None:
     config = tiny_llama_config()
     tokens = inputs_of(config)["input_ids"]
@@ -152,6 +157,7 @@ def test_generated_tokens_are_those_of_stock() -> None:
     assert all(torch.equal(each, found[0]) for each in found)
 
 
+@compiles
 @pytest.mark.parametrize("name", ["Llama", "Mixtral"])
 def test_compiled_with_cuda_graphs(name: str) -> None:
     make, patcher_ = CASES[name]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
+import pickle
 import types
 from collections.abc import Callable
 from itertools import chain
@@ -828,6 +830,27 @@ def test_a_hook_on_a_fused_patch_embedding_comes_back() -> None:
     fused.embeddings.patch_embeddings.projection.register_forward_hook(_doubles)
     inputs = {"pixel_values": torch.randn(2, 3, 32, 32)}
     assert torch.allclose(logits(Patcher().apply(fused), inputs), logits(fused, inputs), atol=1e-5)
+
+
+def test_hooks_of_a_fused_patch_embedding_are_of_the_same_kind_and_handles_know_them() -> None:
+    config = ViTConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8)
+    fused = Patcher(fusions="patch_embeddings").apply(build_tiny(config, model_class=ViTModel))
+    layer = fused.embeddings.patch_embeddings.projection
+    fused.handle = layer.register_forward_hook(_doubles)  # as transformers keeps its own
+    layer.register_full_backward_hook(_doubles_gradients)
+    back = Patcher().apply(fused)
+    gc.collect()
+    inputs = {"pixel_values": torch.randn(2, 3, 32, 32, requires_grad=True)}
+    gradients = [
+        torch.autograd.grad(model(**inputs).last_hidden_state.square().sum(), inputs["pixel_values"])[0]
+        for model in (fused, back)
+    ]
+    assert torch.allclose(*gradients, atol=1e-4)
+    pickle.loads(pickle.dumps(back)).handle.remove()
+    hooked = logits(back, inputs)
+    back.handle.remove()
+    assert not torch.allclose(logits(back, inputs), hooked)
+    assert torch.allclose(logits(fused, inputs), hooked, atol=1e-5)
 
 
 def test_a_tie_is_not_kept_where_a_conversion_changes_the_values() -> None:

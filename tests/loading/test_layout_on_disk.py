@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaForCausalLM,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
@@ -33,7 +34,7 @@ from tests.support.checkpoints import same_checkpoint
 from tests.support.hub_server import serving
 from tests.support.offloaded import offloaded
 from tests.support.replacements import JOINED
-from tests.support.tiny import save_tiny, tiny_inputs, tiny_llama_config
+from tests.support.tiny import save_tiny, tiny_inputs, tiny_llama_config, tiny_mixtral_config
 
 BOTH = Patcher(fusions=["qkv", "gate_up"])
 SHARDED = "100KB"
@@ -94,6 +95,19 @@ def test_weights_lie_under_the_name_of_the_variant(fused: Any, layout: Path, tmp
     for folder in (layout, tmp_path / "sharded"):
         assert "model.patcher" not in (folder / "config.json").read_text()
         assert same(AutoModelForCausalLM.from_pretrained(folder), fused)
+
+
+@pytest.mark.parametrize(
+    "patcher", [Patcher(), Patcher(fusions="siblings"), Patcher(fusions="sequential_experts")], ids=str
+)
+def test_a_model_that_is_patched_after_its_load_saves_the_original(patcher: Patcher, tmp_path: Path) -> None:
+    """The conversions of its checkpoint have had nothing to do in its load."""
+    checkpoint = shared.checkpoint(tiny_mixtral_config())
+    MixtralForCausalLM.from_pretrained(checkpoint, patcher=Patcher(fusions="qkv")).save_pretrained(
+        tmp_path / "layout", save_original_format=False
+    )
+    patcher.apply(MixtralForCausalLM.from_pretrained(tmp_path / "layout")).save_pretrained(tmp_path / "saved")
+    assert same_checkpoint(tmp_path / "saved", checkpoint)
 
 
 FORMS: dict[str, dict[str, Any]] = {

@@ -141,7 +141,7 @@ class Trials:
         try:
             patched.model = operation(patched, before, Random(seed), seen[1])
         except Exception as error:
-            if not is_refusal(error):
+            if not is_refusal(error) and not (isinstance(error, NotHereError) and trial.patcher in CLASSES):
                 return f"{name}: {type(error).__name__}: {error}"
             self.counts[f"{name}: refused"] += 1
             self.refusals.setdefault(f"{type(error).__name__}: {error}", trial)
