@@ -14,11 +14,14 @@ Prints the shortest sequence of each failure, and how often each operation was d
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
 import warnings
 from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from transformers.utils import logging

@@ -14,6 +14,7 @@ import pickle
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -21,7 +22,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_model, save_model
 from torch import nn
-from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
+from torch.nn.utils import (
+    clip_grad_norm_,
+    parameters_to_vector,
+    parametrizations,
+    parametrize,
+    prune,
+    vector_to_parameters,
+)
 from torch.optim.swa_utils import AveragedModel
 
 from patcher import (
@@ -35,7 +43,9 @@ from patcher import (
     original_state_dict,
     report,
 )
-from tests.lockstep.subjects import FUSIONS, Side, Stock, saved_tensors
+from tests.coverage.checks import tensors_in
+from tests.lockstep.patchers import FUSIONS
+from tests.lockstep.subjects import Side, Stock, saved_tensors
 
 Seen = dict[str, Any]
 Operation = Callable[[Side, Stock, Random, Seen], Any]
@@ -202,6 +212,39 @@ def through_a_vector(side: Side, stock: Stock, choice: Random, seen: Seen) -> An
     return copy.deepcopy(side.model)
 
 
+@operation
+def cast(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
+    return side.model.float().double()
+
+
+@operation
+def in_shared_memory(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
+    return side.model.share_memory()
+
+
+@operation
+def counted(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
+    seen["parameters"] = side.model.num_parameters()
+    seen["trained"] = side.model.num_parameters(only_trainable=True)
+    seen["bytes"] = side.model.get_memory_footprint(return_buffers=False)
+    return side.model
+
+
+@operation
+def another_attention(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
+    side.model.set_attn_implementation(choice.choice(["eager", "sdpa"]))
+    return side.model
+
+
+@operation
+def generated(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
+    if not side.model.can_generate():
+        raise NotHereError
+    was_training, model = side.model.training, side.model.eval()
+    seen["tokens"] = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)
+    return model.train(was_training)
+
+
 # --- copies and files ------------------------------------------------------------------------------------------------
 
 
@@ -222,37 +265,66 @@ def pickled(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
     return pickle.loads(pickle.dumps(side.model)) if choice.random() < 0.5 else through_file(side.model)
 
 
-def loads_again(model: Any) -> None:
-    """Pass models that stock loads as they were saved.
-
-    Raises:
-        NotHereError: if it wouldn't: the magnitudes of DoRA are random after each load.
-    """
+def check_loadable(model: Any) -> None:
+    """Raise NotHereError for what stock saves and doesn't load: the magnitudes of DoRA are random after a load."""
     if any("lora_magnitude_vector" in name for name, _ in model.named_parameters()):
         raise NotHereError
+
+
+def loaded(side: Side, seen: Seen, *arguments: Any, **options: Any) -> Any:
+    """Load a model whose weights are all there: others are random."""
+    model, info = side.load(*arguments, output_loading_info=True, **options)
+    if info["missing_keys"]:
+        raise NotHereError
+    seen |= {name: sorted(map(str, info[name])) for name in ("unexpected_keys", "mismatched_keys")}
+    return model
 
 
 @operation
 def saved(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
     """Loaded again by the same load, or by stock's."""
-    loads_again(side.model)
-    size, by_stock = choice.choice(["50KB", "5GB"]), choice.random() < 0.3
+    check_loadable(side.model)
+    size, options = choice.choice(["50KB", "5GB"]), {} if choice.random() < 0.3 else side.loading
     seen["tensors"] = saved_tensors(side.model)
     with tempfile.TemporaryDirectory() as folder:
         side.model.save_pretrained(folder, max_shard_size=size)
-        options = {} if by_stock else side.loading
-        model, info = side.load(folder, output_loading_info=True, **options)
-    seen |= {name: sorted(map(str, info[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
-    return model
+        return loaded(side, seen, folder, **options)
 
 
 @operation
 def saved_in_the_runtime_layout(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
-    loads_again(side.model)
-    options = {} if side.patcher is None else {"save_original_format": False}
+    check_loadable(side.model)
     with tempfile.TemporaryDirectory() as folder:
-        side.model.save_pretrained(folder, **options)
-        return side.load(folder)
+        if side.patcher is not None:
+            side.model.save_pretrained(folder, save_original_format=False)
+        if not list(Path(folder).glob("*.patcher*")):  # nothing has another layout
+            side.model.save_pretrained(folder)
+        return loaded(side, seen, folder)
+
+
+@operation
+def saved_from_a_state_dict(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
+    doubled = {name: 2 * value for name, value in side.model.state_dict().items()}
+    with tempfile.TemporaryDirectory() as folder:
+        side.model.save_pretrained(folder, state_dict=doubled)
+        seen["tensors"] = tensors_in(Path(folder))
+    return side.model
+
+
+@operation
+def loaded_from_memory(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
+    state = {name: 1.1 * value for name, value in stock.original_state_dict.items()}
+    return loaded(side, seen, None, config=copy.deepcopy(side.model.config), state_dict=state, **side.loading)
+
+
+@operation
+def loaded_with_one_layer(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
+    if not hasattr(side.model.config, "num_hidden_layers") or hasattr(side.model.config, "layer_types"):
+        raise NotHereError
+    check_loadable(side.model)
+    with tempfile.TemporaryDirectory() as folder:
+        side.model.save_pretrained(folder)
+        return loaded(side, seen, folder, num_hidden_layers=1, **side.loading)
 
 
 @operation
@@ -314,6 +386,16 @@ def its_original_state_dict(side: Side, stock: Stock, choice: Random, seen: Seen
         model.tie_weights()
         load_original_state_dict(model, values, assign=assign)
     return model
+
+
+@operation
+def the_state_dict_of_a_part(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
+    parents = sorted({path.rpartition(".")[0] for path in stock.modules} - {""})
+    path = chosen(choice, parents)
+    values = {key: 1.1 * value for key, value in stock.state_dict.items() if key.startswith(f"{path}.")}
+    part, assign = side.model.get_submodule(path), choice.random() < 0.3
+    part.load_state_dict({key.removeprefix(f"{path}."): value for key, value in values.items()}, assign=assign)
+    return side.model
 
 
 @operation
@@ -409,6 +491,24 @@ def a_linear_layer_is_changed(side: Side, stock: Stock, choice: Random, seen: Se
 
 
 @operation
+def a_part_is_pruned(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
+    _, _, part = part_of(side, stock, choice, JOINED + OTHERS)
+    prune.l1_unstructured(part, "weight", 0.3)
+    if choice.random() < 0.5:
+        prune.remove(part, "weight")
+    return side.model
+
+
+@operation
+def a_part_is_parametrized(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
+    _, _, part = part_of(side, stock, choice, JOINED + OTHERS)
+    parametrizations.weight_norm(part)
+    if choice.random() < 0.5:
+        parametrize.remove_parametrizations(part, "weight")
+    return side.model
+
+
+@operation
 def a_part_is_read(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
     _, _, part = part_of(side, stock, choice, JOINED)
     seen |= {"weight": part.weight.detach().clone(), "sizes": (part.in_features, part.out_features)}
@@ -467,6 +567,24 @@ def layers_are_rearranged(side: Side, stock: Stock, choice: Random, seen: Seen) 
         layers[last] = copy.deepcopy(layers[0])
     else:
         layers[last] = copy.deepcopy(stock.model.get_submodule(path)[last])
+    return side.model
+
+
+@operation
+def a_layer_has_the_values_of_another(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
+    path = chosen(choice, stock.paths(*LISTS))
+    layers = side.model.get_submodule(path)
+    if len({type(layer) for layer in stock.model.get_submodule(path)}) > 1 or len(layers) < 2:
+        raise NotHereError
+    layers[0].load_state_dict(layers[-1].state_dict())
+    return side.model
+
+
+@operation
+def embeddings_are_untied(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
+    if not isinstance(layer := side.model.get_output_embeddings(), nn.Linear):
+        raise NotHereError
+    layer.weight = nn.Parameter(1.1 * layer.weight.detach())
     return side.model
 
 
@@ -534,3 +652,18 @@ def an_adapter_is_merged(side: Side, stock: Stock, choice: Random, seen: Seen) -
     train(side, model, optimizer_of(model, choice), steps=1)
     base = model.merge_and_unload() if merges else model.unload()
     return base.requires_grad_(True)
+
+
+@operation
+def an_adapter_is_loaded(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
+    if getattr(side.model, "_hf_peft_config_loaded", False):
+        raise NotHereError
+    side.model.add_adapter(adapter(side, stock, choice))
+    fill_adapters(side.model, choice)
+    check_loadable(side.model)
+    with tempfile.TemporaryDirectory() as folder:
+        side.model.save_pretrained(folder)
+        seen["tensors"] = tensors_in(Path(folder))
+        side.model.delete_adapter("default")
+        side.model.load_adapter(folder)
+    return side.model

@@ -21,8 +21,8 @@ from patcher.verification.passes import fitted, floating_tensors
 from tests.coverage.checks import tensors_in
 from tests.coverage.inputs import particular_passes
 from tests.coverage.models import class_named, randomize
+from tests.lockstep.patchers import patcher_named
 from tests.support import tiny
-from tests.support.replacements import JOINED, OwnLayer, OwnMLP, OwnNorm
 from tests.support.small_configs import small_configs
 from tests.support.written_modules import written_module
 
@@ -41,24 +41,6 @@ TINY: dict[str, tuple[str, PretrainedConfig]] = {
     "qwen2_vl": ("Qwen2VLForConditionalGeneration", tiny.tiny_qwen2_vl_config()),
     "bart": ("BartForConditionalGeneration", BartConfig(**tiny.ENCODER_DECODER_SIZES)),
     "t5": ("T5ForConditionalGeneration", T5Config(**T5_SIZES, feed_forward_proj="gated-gelu")),
-}
-FUSIONS: dict[str, Patcher] = {
-    name: Patcher(fusions=name.split(", "), strict=False)
-    for name in (
-        "qkv, gate_up",
-        "kv",
-        "siblings",
-        "qkv, sequential_experts",
-        "qkv, gate_up, patch_embeddings, sequential_experts",
-        "siblings, patch_embeddings, sequential_experts",
-    )
-}
-#: of Llama
-CLASSES: dict[str, Patcher] = {
-    "classes": Patcher({"LlamaMLP": OwnMLP, "LlamaRMSNorm": OwnNorm}, strict=False),
-    "a layer, fused": Patcher({"LlamaDecoderLayer": OwnLayer}, fusions=["qkv", "gate_up"], strict=False),
-    "a conversion": JOINED,
-    "a conversion, fused": JOINED | Patcher(fusions=["qkv"]),
 }
 
 
@@ -156,16 +138,17 @@ class Subject:
         if not all(torch.equal(first, second) for first, second in outputs):  # NaN too
             raise NoSubjectError("it computes something else each time")
 
-    def sides(self, patcher: Patcher, *, in_file: bool = False) -> tuple[Side, Side]:
-        """Load the checkpoint as stock does, and with a patcher, or by the classes of a file with its effect.
+    def sides(self, patcher: str, *, in_file: bool = False) -> tuple[Side, Side]:
+        """Load the checkpoint as stock does, and with a patcher by name, or by the classes of a file with its effect.
 
         Raises:
             CodegenError: if a file can't have that effect.
         """
         stock = self.side(None)
+        named = patcher_named(patcher, stock.model)
         if not in_file:
-            return stock, self.side(patcher)
-        generated = replace(self, model_class=self._class_in_file(patcher, stock.model.config)).side(None)
+            return stock, self.side(named)
+        generated = replace(self, model_class=self._class_in_file(named, stock.model.config)).side(None)
         stock.held = generated.held = saved_tensors
         return stock, generated
 
