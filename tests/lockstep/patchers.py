@@ -70,7 +70,10 @@ class Halves(nn.Module):
 
 
 def patcher_named(name: str, model: Any) -> Patcher:
-    """Return a patcher by its name: for the layers of a stock model, if it isn't one of the fixed."""
+    """Return a patcher by its name: for the layers of a stock model, if it isn't one of the fixed.
+
+    That one is strict, as weights that don't fit would be random.
+    """
     if not name.startswith(OF_LAYERS):
         return (FUSIONS | CLASSES)[name]
     choice = Random(int(name.rpartition(" ")[2]))
@@ -78,9 +81,9 @@ def patcher_named(name: str, model: Any) -> Patcher:
     chosen = choice.sample(sorted(layers), min(len(layers), choice.randint(1, 3)))
     kinds = {name: choice.choice(_kinds(layers[name])) for name in chosen}
     conversions = [conversion for name, kind in kinds.items() for conversion in _conversions(name, kind)]
-    fusions = choice.choice([[], ["siblings"], ["qkv", "gate_up"], ["sequential_experts"]])
+    fusions = choice.choice([[], [], ["siblings"], ["qkv"], ["sequential_experts"]])
     mapping = {f"**.{name}": kind for name, kind in kinds.items()}
-    return Patcher(module_mapping=mapping, extra_weight_conversions=conversions, fusions=fusions, strict=False)
+    return Patcher(module_mapping=mapping, extra_weight_conversions=conversions, fusions=fusions)
 
 
 def _kinds(layers: list[Any]) -> list[type[nn.Module]]:

@@ -26,6 +26,9 @@ from tests.support import tiny
 from tests.support.small_configs import small_configs
 from tests.support.written_modules import written_module
 
+#: How a model comes by a patcher: at its load, in memory, or by a generated file with its effect.
+WAYS = ("patcher=", "applied()", "apply()")
+IN_FILE = "a file"
 #: parameters of the largest model
 LARGEST = 3_000_000
 T5_SIZES = {"vocab_size": 128, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
@@ -133,24 +136,33 @@ class Subject:
         single = [chosen for chosen in passes if not chosen.calls and not chosen.learns]
         self.passes = [replace(single[0], arguments=_in_double(single[0].arguments))]
         model.save_pretrained(self.folder)
-        stock = self.side(None)
+        stock = self.side()
         outputs = zip(stock.run(stock.model), stock.run(stock.model), strict=True)
         if not all(torch.equal(first, second) for first, second in outputs):  # NaN too
             raise NoSubjectError("it computes something else each time")
 
-    def sides(self, patcher: str, *, in_file: bool = False) -> tuple[Side, Side]:
-        """Load the checkpoint as stock does, and with a patcher by name, or by the classes of a file with its effect.
+    def sides(self, patcher: str, way: str) -> tuple[Side, Side]:
+        """Load the checkpoint as stock does, and with a patcher by its name, in one of the ways.
 
         Raises:
             CodegenError: if a file can't have that effect.
         """
-        stock = self.side(None)
+        stock = self.side()
         named = patcher_named(patcher, stock.model)
-        if not in_file:
-            return stock, self.side(named)
-        generated = replace(self, model_class=self._class_in_file(named, stock.model.config)).side(None)
-        stock.held = generated.held = saved_tensors
-        return stock, generated
+        if way == IN_FILE:
+            generated = replace(self, model_class=self._class_in_file(named, stock.model.config)).side()
+            stock.held = generated.held = saved_tensors
+            return stock, generated
+        patched = Side(None, self._load, self._construct, self._run, named)
+        match way:
+            case "patcher=":
+                patched.model = self._load(self.folder, patcher=named)
+            case "applied()":
+                with named.applied():
+                    patched.model = self._load(self.folder)
+            case _:
+                patched.model = named.apply(self._load(self.folder))
+        return stock, patched
 
     def _class_in_file(self, patcher: Patcher, config: PretrainedConfig) -> Any:
         text = generate(PatchConfig.from_patcher(patcher, self.model_class, config=config))
@@ -159,11 +171,9 @@ class Subject:
             sys.modules[name] = written_module(text, self.folder / f"{name}.py")
         return getattr(sys.modules[name], self.model_class.__name__)
 
-    def side(self, patcher: Patcher | None) -> Side:
-        """Load the checkpoint as stock does, or with a patcher."""
-        side = Side(None, self._load, self._construct, self._run, patcher)
-        side.model = self._load(self.folder, **side.loading)
-        return side
+    def side(self) -> Side:
+        """Load the checkpoint as stock does."""
+        return Side(self._load(self.folder), self._load, self._construct, self._run, None)
 
     def _load(self, folder: Any, **options: Any) -> Any:
         loaded = self.model_class.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager", **options)

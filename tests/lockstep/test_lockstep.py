@@ -10,7 +10,7 @@ import torch
 
 from patcher import PatchedWeightsError
 from tests.lockstep import operations
-from tests.lockstep.subjects import TINY, Side, Stock
+from tests.lockstep.subjects import IN_FILE, TINY, Side, Stock
 from tests.lockstep.trials import Trial, Trials
 
 #: Patchers aren't strict here, and most find nothing in some model.
@@ -46,7 +46,7 @@ FILES = [
 
 @pytest.mark.parametrize(("subject", "fusions"), FILES)
 def test_a_file_of(subject: str, fusions: str, trials: Trials) -> None:
-    trial = Trial(subject, fusions, (("training", 0), ("saved", 0)), in_file=True)
+    trial = Trial(subject, fusions, (("training", 0), ("saved", 0)), IN_FILE)
     assert trials.failure_of(trial) == ""
     assert trials.counts["saved"]
     assert trial not in trials.refusals.values()

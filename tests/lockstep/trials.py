@@ -17,7 +17,7 @@ from patcher import PatcherError
 from tests.coverage.checks import in_float64
 from tests.lockstep.operations import OPERATIONS, NotHereError, Seen
 from tests.lockstep.patchers import CLASSES, FUSIONS, OF_LAYERS
-from tests.lockstep.subjects import TINY, Side, Stock, Subject
+from tests.lockstep.subjects import IN_FILE, TINY, WAYS, Side, Stock, Subject
 
 #: of the largest value: steps of optimizers amplify what float64 rounds
 TOLERANCE = 1e-5
@@ -61,13 +61,13 @@ class Trial:
         subject: the name of the model.
         patcher: the name of the patcher.
         operations: names of operations, each with the seed of its choices.
-        in_file: whether it is about a generated file with the effect of the patcher.
+        way: how the model comes by it.
     """
 
     subject: str
     patcher: str
     operations: tuple[tuple[str, int], ...]
-    in_file: bool = False
+    way: str = WAYS[0]
 
     @classmethod
     def random(
@@ -83,11 +83,10 @@ class Trial:
         if patcher == of_layers:
             names = [name for name in names if name not in FOR_LINEAR_LAYERS]
         operations = tuple((choice.choice(names), choice.randint(0, 1_000_000)) for _ in range(length))
-        return cls(subject, patcher, operations, in_file)
+        return cls(subject, patcher, operations, IN_FILE if in_file else choice.choice(WAYS))
 
     def __str__(self) -> str:
-        what = f"{self.subject}, {'a file of ' if self.in_file else ''}{self.patcher}"
-        return f"{what}: {'; '.join(name for name, _ in self.operations)}"
+        return f"{self.subject}, {self.patcher}, {self.way}: {'; '.join(name for name, _ in self.operations)}"
 
 
 @dataclass
@@ -122,9 +121,9 @@ class Trials:
         with in_float64():
             subject = self.subject(trial.subject)
             try:
-                stock, patched = subject.sides(trial.patcher, in_file=trial.in_file)
+                stock, patched = subject.sides(trial.patcher, trial.way)
             except PatcherError as error:
-                self.counts["a file is generated: refused" if trial.in_file else "a model is loaded: refused"] += 1
+                self.counts[f"{trial.way}: refused"] += 1
                 self.refusals.setdefault(str(error), trial)
                 return ""
             try:
