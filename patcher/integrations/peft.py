@@ -23,7 +23,7 @@ from transformers import Conv1D
 
 from patcher.compat.models import named_modules
 from patcher.compat.seams import Stock, seam, seams_in
-from patcher.errors import InvalidPatcherError
+from patcher.errors import InvalidPatcherError, PatcherError
 from patcher.expressions import matches
 from patcher.layouts.carried import ModuleLayouts, carriers, fused_modules
 from patcher.loading.in_memory import ADAPTED, unfuse
@@ -78,10 +78,16 @@ def _prepare(tuner: Any, config: Any, model: Any, state_dict: Any) -> None:
     Raises:
         InvalidPatcherError: if these weights can't be split; nothing has been changed.
     """
-    if carriers(model):
+    if not carriers(model):
+        return
+    try:
         targets = _Targets(tuner, config, model, state_dict)
         targets.check_converted()
         unfuse(model, targets.includes, ADAPTED)
+    except PatcherError:
+        if not hasattr(model, "peft_config"):  # transformers takes the model for an adapted one by now
+            vars(model).pop("_hf_peft_config_loaded", None)
+        raise
 
 
 class _Targets:

@@ -33,6 +33,7 @@ from tests.support.adapters import (
     with_little_memory,
 )
 from tests.support.beside import FUSED_QKV
+from tests.support.checkpoints import same_checkpoint
 from tests.support.comparing import logits
 from tests.support.processes import two_processes
 from tests.support.replacements import JOINED
@@ -291,13 +292,17 @@ def test_weights_that_processes_share_stay_joined(llama: Path, tmp_path: Path) -
     two_processes(work, tmp_path)
 
 
-def test_one_that_cannot_be_leaves_the_others_as_they_are(llama: Path) -> None:
+def test_one_that_cannot_be_leaves_the_others_as_they_are(llama: Path, tmp_path: Path) -> None:
     model = base(llama, patcher=FUSED)
     handle = model.model.layers[1].mlp.gate_up_proj.register_forward_hook(lambda *_: None)
     before = untouched(model)
     with pytest.raises(InvalidPatcherError, match=r"layers\.1\.mlp is fused.*gate_up_proj has hooks"):
         get_peft_model(model, config(target_modules=SEVEN))
+    with pytest.raises(InvalidPatcherError, match="has hooks"):
+        model.add_adapter(config(target_modules=SEVEN))
     assert untouched(model) == before
+    model.save_pretrained(tmp_path)  # transformers doesn't take it for an adapted one
+    assert same_checkpoint(tmp_path, llama)
     handle.remove()
     assert adapted_layers(get_peft_model(model, config(target_modules=SEVEN))) == 14
 
