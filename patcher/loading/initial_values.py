@@ -155,8 +155,13 @@ class InitialValues:
     def _initialise(self, path: str, built: Built) -> None:
         """Give the new weights of a replacement the values of one that is built once more."""
         module = self._build_again(path, built)
+        values = dict(named_parameters(module, path))
+        for layout in self._layouts():
+            if values.keys() >= set(layout.stock):
+                fused = layout.fuse([values[name].detach() for name in layout.stock])
+                values |= zip(layout.fused, map(nn.Parameter, fused), strict=True)
         for key, (owner, _) in self.new.items():
-            if owner == path and (value := self._initial_value(built, module, path, key)) is not None:
+            if owner == path and (value := self._initial_value(built, values.get(key), key)) is not None:
                 self._assign(key, value)
         # Random values were drawn anew, also in buffers and attributes that belong to these weights.
         self.buffers |= dict(self._computed(path, module))
@@ -168,21 +173,21 @@ class InitialValues:
     def _build_again(self, path: str, built: Built) -> nn.Module:
         """Build a replacement once more, with values for its new weights."""
         names = [(inside(path) + name, number) for name, number in built.numbers.items()]
-        read = {number for key, number in names if key not in self.missing or key in self.tied}
+        fused = {name for layout in self._layouts() if self.missing.issuperset(layout.fused) for name in layout.stock}
+        read = {number for key, number in names if key not in self.missing | fused or key in self.tied}
         construction = Construction(self.load.rules, is_skeleton=True)
         dtype = self.config.dtype
         default = local_torch_dtype(dtype) if dtype is not None and dtype.is_floating_point else nullcontext()
         with default, building(construction):
             return construction.build_again(built, MetaInit(to_meta=True, moved=read))
 
-    def _initial_value(self, built: Built, module: nn.Module, path: str, key: str) -> nn.Parameter | None:
-        """Return the initial value of a new weight; None if a quantizer has replaced it.
+    def _initial_value(self, built: Built, value: nn.Parameter | None, key: str) -> nn.Parameter | None:
+        """Return the value of a new weight in a replacement that was built again; None if a quantizer has replaced it.
 
         Raises:
             PatchConstructionError: it was computed from a tensor without values, or `__init__` isn't repeatable.
         """
         expected = self.model.get_parameter(key)
-        value = dict(named_parameters(module, path)).get(key)
         if type(local_tensor(expected)) not in (nn.Parameter, torch.Tensor, type(value)):
             return None
         if value is None or value.shape != expected.shape:
@@ -215,10 +220,12 @@ class InitialValues:
 
     # --- experts that the checkpoint lacks -----------------------------------------------------------------------
 
+    def _layouts(self) -> list[Layout]:
+        return [layout for carrier in fused_modules(self.model) for layout in carrier.fused]
+
     def _drawn_layouts(self) -> list[Layout]:
         """Return the layouts of fusions of which the checkpoint has nothing."""
-        layouts = (layout for carrier in fused_modules(self.model) for layout in carrier.fused)
-        return [layout for layout in layouts if self.drawn.issuperset(layout.fused)]
+        return [layout for layout in self._layouts() if self.drawn.issuperset(layout.fused)]
 
     def _expert_values(self) -> dict[str, torch.Tensor]:
         """Draw the missing weights outside of replacements on a stock model, from the random state of before.

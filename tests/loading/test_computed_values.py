@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import BitsAndBytesConfig, LlamaForCausalLM, TorchAoConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -410,6 +412,23 @@ class Holding(OwnMLP):
         super().__init__(config)
         self.parts = (self.gate_proj, self.up_proj)
         self.call = self.down_proj.forward
+
+
+def test_new_parts_that_are_fused_start_with_their_own_values(tmp_path: Path) -> None:
+    class Starting(LlamaDecoderLayer):
+        def __init__(self, config: Any, layer_idx: int) -> None:
+            super().__init__(config, layer_idx)
+            for value, name in enumerate(("q_proj", "k_proj", "v_proj"), 1):
+                nn.init.constant_(getattr(self.self_attn, name).weight, value)
+
+    folder = shared.checkpoint(tiny_llama_config())
+    tensors = {key: value for key, value in load_file(folder / "model.safetensors").items() if "self_attn" not in key}
+    shutil.copy(folder / "config.json", tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    patcher = Patcher({"LlamaDecoderLayer": Starting}, fusions="qkv", new_weights="self_attn")
+    for layer in LlamaForCausalLM.from_pretrained(tmp_path, patcher=patcher).model.layers:
+        rows = layer.self_attn.qkv_proj.weight.split((64, 32, 32))
+        assert [part.unique().tolist() for part in rows] == [[1], [2], [3]]
 
 
 def test_a_part_that_is_held_under_another_name_is_the_very_part(llama: Path) -> None:

@@ -33,7 +33,7 @@ CLASSES: dict[str, Patcher] = {
 }
 OF_LAYERS = "other linear layers"
 #: What models read besides the outputs of these layers, or tie.
-NOT_REPLACED = ("lm_head", "decoder", "score", "classifier")
+NOT_REPLACED = ("lm_head", "decoder", "score", "classifier", "dt_proj")
 
 
 class Derived(nn.Linear):
