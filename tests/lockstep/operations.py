@@ -183,9 +183,8 @@ def scaled(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
 @operation
 def frozen(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
     word, trains = choice.choice(BLOCKS + ["norm", "embed_tokens", "0", "experts"]), choice.random() < 0.3
-    for path, module in side.model.named_modules():
-        if path.rpartition(".")[2] == word:
-            module.requires_grad_(trains)
+    for path in stock.paths(word):
+        side.model.get_submodule(path).requires_grad_(trains)
     return side.model
 
 

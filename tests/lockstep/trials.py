@@ -38,6 +38,14 @@ IN_FILES = (
     "a hook is added",
     "something is added",
     "embeddings are resized",
+    "embeddings are untied",
+    "cast",
+    "in shared memory",
+    "counted",
+    "another attention",
+    "generated",
+    "saved from a state dict",
+    "a layer has the values of another",
 )
 #: What isn't done to models with layers in other layouts: it is for linear layers, or compares by their names.
 FOR_LINEAR_LAYERS = (
