@@ -117,12 +117,15 @@ class Subject:
         class_name, config = TINY.get(name, (name, None))
         subject = cls(name, folder, class_named(class_name))
         first: Exception | None = None
-        for small in small_configs(subject.model_class.config_class) if config is None else [config]:
-            try:
-                subject._write(small)
-                return subject
-            except Exception as error:
-                first = first or error
+        try:
+            for small in small_configs(subject.model_class.config_class) if config is None else [config]:
+                try:
+                    subject._write(small)
+                    return subject
+                except Exception as error:
+                    first = first or error
+        except ImportError as error:  # of a config that needs another library
+            first = error
         raise NoSubjectError(f"{name}: {first}") from first
 
     def _write(self, config: PretrainedConfig) -> None:
