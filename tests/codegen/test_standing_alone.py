@@ -228,6 +228,7 @@ def test_names_that_belong_to_the_whole_model_are_read_and_written(imported: Any
 BY_NAME = [
     ("NemotronHForCausalLM", "sequential_experts", r"by which model\.embeddings\.weight has another name in a"),
     ("HrmTextForCausalLM", "qkv", r"gqkv_proj\.weight -> .*, which a file can't write as one with the fusion"),
+    ("Tipsv2VisionModel", "qkv", r"attn\\.qkv\\.weight -> .*, which a file can't write as one with the fusion"),
     ("BridgeTowerModel", "qkv kv", r"crossattention\.self\.key\.\w+ has the name of what is fused elsewhere"),
     ("ProphetNetForConditionalGeneration", "siblings", r"would convert self_attn\.key_proj in different ways"),
     # in newer releases

@@ -149,8 +149,7 @@ class OwnConversions:
             return any(_creates(transform, relative) for transform in conversions_under(stock_key(model)))
 
         converting = list(filter(converts, around))
-        inner = [owner for owner in converting if owner] or [owner for owner in around if owner and converting]
-        return inner[0] if inner else around[-1]
+        return min(converting, key=lambda owner: (not owner, len(owner)), default=around[-1])
 
     def _name_prefix(self, items: Mapping[str, list[str]]) -> str:
         """Return the prefix of class names, which differs for files whose conversions differ."""
