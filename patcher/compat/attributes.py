@@ -27,6 +27,13 @@ def attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
+def hooks_of(module: nn.Module) -> Iterator[tuple[str, dict[int, Any]]]:
+    """Yield the names and the tables of the hooks that a module has."""
+    for name, value in vars(module).items():
+        if name.endswith("_hooks") and name in TORCH_ATTRIBUTES and value:
+            yield name, value
+
+
 def parts_of(value: Any) -> list[Any]:
     """Return what an object refers to: elements, attributes, closures and defaults of a function.
 
