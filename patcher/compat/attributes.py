@@ -67,15 +67,16 @@ def _objects_in(value: Any, is_known: Callable[[nn.Module], bool]) -> Iterator[A
             pending += parts_of(value)
 
 
-def left_behind(before: Iterable[tuple[str, nn.Module]], after: Iterable[tuple[str, nn.Module]]) -> tuple[str, str]:
-    """Return the path of an attribute or hook that refers to a module of before, and of that module; "" if none does.
+def left_behind(before: Iterable[tuple[str, Any]], after: Iterable[tuple[str, nn.Module]]) -> tuple[str, str]:
+    """Return the name of an attribute or hook that refers to an object of before, and of that; "" if none does.
 
     Args:
-        before, after: path -> module of a model before some were replaced and afterwards.
+        before: the modules, and parameters, that a model had.
+        after: the modules that it has.
     """
     after = list(after)
     present = {id(module) for _, module in after}
-    gone = {id(module): path for path, module in before if id(module) not in present}
+    gone = {id(item): name or "the model" for name, item in before if id(item) not in present}
     for path, module in after if gone else ():
         for name, value in (*attributes(module), *hooks_of(module)):
             for item in _objects_in(value, lambda module: True):

@@ -456,9 +456,9 @@ def is_followed_module(name: str) -> bool:
     return name.partition(".")[0] not in _LIBRARIES
 
 
-def is_followed(cls: type) -> bool:
-    """Whether a class is of a modeling file or a user's own, and not what transformers has for all models."""
-    name = cls.__module__
+def is_followed(value: type | FunctionType) -> bool:
+    """Whether a class or function is of a modeling file or a user's own, and not what transformers has for all."""
+    name = value.__module__
     return is_architecture_module(name) or (is_followed_module(name) and not is_modeling_module(name))
 
 

@@ -13,10 +13,10 @@ from typing import Any
 from torch import nn
 
 from patcher.compat.attributes import attributes, hooks_of
-from patcher.compat.modeling_code import REBOUND, chosen_in, is_architecture_module, unrebound
+from patcher.compat.modeling_code import REBOUND, chosen_in, unrebound
 from patcher.compat.models import named_modules
 from patcher.errors import PatchConstructionError
-from patcher.functions.graph import BUILDS, SHARED, Edge, Hit, Layers, Node, decompose, references_of
+from patcher.functions.graph import BUILDS, SHARED, Edge, Hit, Layers, Node, decompose, is_followed, references_of
 from patcher.functions.rebinding import Rebinder, lock, rebinder_of, rebinders
 from patcher.spec.like import reference
 
@@ -167,7 +167,8 @@ class _Search:
         for cls, roots in self.roots.items():
             self._check_init(cls, [edge for edge in roots if edge.name == "__init__"])
         unique = {id(node): node for reached in nodes.values() for node in reached}.values()
-        modeling = [node for node in unique if is_architecture_module(getattr(node.value, "__module__", None) or "")]
+        functions = [node for node in unique if isinstance(node.value, FunctionType) and node.value.__module__]
+        modeling = [node for node in functions if is_followed(node.value)]
         edges = [edge for node in modeling for edge in node.edges if not edge.kind]
         return Functions(
             replaced=self.replaced,
