@@ -367,7 +367,9 @@ class Graph:
     def _read(self, value: Any, ref: Reference) -> list[Edge]:
         """Return the edges for a global name that is bound to a value."""
         name, place, attributes = ref.name, ref.name, list(ref.attributes)
-        while attributes and (isinstance(value, ModuleType) or attributes[0] in _attributes_of_function(value)):
+        while attributes and (
+            isinstance(value, ModuleType) or (isinstance(value, FunctionType) and attributes[0] in vars(value))
+        ):
             place = f"{place}.{attributes[0]}"
             value = vars(value).get(attributes.pop(0))
         if place == name and (hit := self.rules.hit(name, value)) is not None:
@@ -430,10 +432,6 @@ def _contents(value: Any) -> list[Any]:
 
 def _contents_of_class(cls: type) -> list[Any]:
     return [member for base in filter(is_followed, cls.__mro__) for member in own_members(base).values()]
-
-
-def _attributes_of_function(value: Any) -> dict[str, Any]:
-    return vars(value) if isinstance(value, FunctionType) else {}
 
 
 def _elements(value: Any) -> Iterable[Any]:

@@ -334,6 +334,8 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
             f"a model that can't be copied ({type(error).__name__}: {error})",
             "Take off what was added to it, or load it again with patcher=...",
         ) from error
+    for _, module in named_modules(copied):
+        forget_recorded(module)  # the hooks are installed anew, on the modules of the result
     # A copy of a function has the same closure.
     attribute, name = left_behind([*named_modules(model), *named_parameters(model)], named_modules(copied))
     if attribute:
@@ -341,6 +343,4 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
             f"{attribute}: a function has {name} in its closure, and a copy would go on using that of the given model",
             "Bind it to its module with types.MethodType(function, module), or apply the patcher first.",
         )
-    for _, module in named_modules(copied):
-        forget_recorded(module)  # the hooks are installed anew, on the modules of the result
     return copied
