@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
@@ -27,6 +27,13 @@ def attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
+def hooks_of(module: nn.Module) -> Iterator[tuple[str, dict[int, Any]]]:
+    """Yield the names and the tables of the hooks that a module has."""
+    for name, value in vars(module).items():
+        if name.endswith("_hooks") and name in TORCH_ATTRIBUTES and value:
+            yield name, value
+
+
 def parts_of(value: Any) -> list[Any]:
     """Return what an object refers to: elements, attributes, closures and defaults of a function.
 
@@ -44,17 +51,38 @@ def parts_of(value: Any) -> list[Any]:
 
 def tensors_in(value: Any, is_known: Callable[[nn.Module], bool]) -> list[torch.Tensor]:
     """Return all tensors that an object refers to, except those of known modules."""
-    pending, seen, tensors = [value], dict[int, Any](), list[torch.Tensor]()
+    return [item for item in _objects_in(value, is_known) if isinstance(item, torch.Tensor)]
+
+
+def _objects_in(value: Any, is_known: Callable[[nn.Module], bool]) -> Iterator[Any]:
+    """Yield the objects that an object refers to, and itself, without what is in tensors and in known modules."""
+    pending, seen = [value], dict[int, Any]()
     while pending:
         value = pending.pop()
         if id(value) in seen or isinstance(value, type):
             continue
         seen[id(value)] = value  # keeps the id in use
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-        elif not (isinstance(value, nn.Module) and is_known(value)):
+        yield value
+        if not isinstance(value, torch.Tensor) and not (isinstance(value, nn.Module) and is_known(value)):
             pending += parts_of(value)
-    return tensors
+
+
+def left_behind(before: Iterable[tuple[str, Any]], after: Iterable[tuple[str, nn.Module]]) -> tuple[str, str]:
+    """Return the name of an attribute or hook that refers to an object of before, and of that; "" if none does.
+
+    Args:
+        before: the modules, and parameters, that a model had.
+        after: the modules that it has.
+    """
+    after = list(after)
+    present = {id(module) for _, module in after}
+    gone = {id(item): name or "the model" for name, item in before if id(item) not in present}
+    for path, module in after if gone else ():
+        for name, value in (*attributes(module), *hooks_of(module)):
+            for item in _objects_in(value, lambda module: True):
+                if id(item) in gone:
+                    return f"{path}.{name}".lstrip("."), gone[id(item)]
+    return "", ""
 
 
 def share_storage(parameter: nn.Parameter, memo: dict[int, Any]) -> None:

@@ -38,6 +38,11 @@ def subclasses(root: type[M], predicate: Callable[[type[M]], bool] = lambda cls:
     return [cls for cls in chosen if cls is not root]
 
 
+def is_module_class(value: Any) -> bool:
+    """Whether a value is a class of modules."""
+    return isinstance(value, type) and issubclass(value, nn.Module)
+
+
 @lru_cache(maxsize=1)
 def classes_of_torch() -> frozenset[type[nn.Module]]:
     """Return the module classes that torch had at the first call."""

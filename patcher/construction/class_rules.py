@@ -32,6 +32,11 @@ class Match:
         """The class that is built."""
         return self.value.on(self.original) if isinstance(self.value, ForwardOf) else self.value
 
+    @property
+    def fusion(self) -> Any:
+        """The fusion, if it isn't a key of a mapping."""
+        return self.key if self.field == "fusions" else None
+
 
 class ClassRules:
     """The class mappings in force. The innermost wins; within a patcher an exact name wins over an expression."""

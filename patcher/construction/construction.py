@@ -21,6 +21,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
+from patcher.compat.attributes import left_behind
 from patcher.compat.modeling_code import is_modeling_module
 from patcher.compat.models import (
     inherit_loading_attributes,
@@ -280,6 +281,7 @@ def replace_modules(construction: Construction, model: PreTrainedModel) -> None:
     if not any(entry.patcher.module_mapping for entry in construction.rules.entries):
         return
     used: dict[str, frozenset[tuple[InForce, str]]] = {}
+    before = list(named_modules(model))
     # Not by attributes: a class that is still being initialized may have a method of the name of a module.
     places: list[tuple[str, dict[str, Any], str]] = [("", {"": model}, "")]
     for path, siblings, name in places:  # grows by the children of each module
@@ -287,6 +289,23 @@ def replace_modules(construction: Construction, model: PreTrainedModel) -> None:
             _replace(construction, model, path, siblings[name], used)
         children = siblings[name]._modules
         places += [(inside(path) + key, children, key) for key, child in children.items() if child is not None]
+    check_left_behind(before, model, dict.fromkeys(used))
+
+
+def check_left_behind(before: list[tuple[str, nn.Module]], model: nn.Module, taken: Mapping[str, Any]) -> None:
+    """Raise if an attribute or hook refers to a module that isn't a part of the model any more.
+
+    Args:
+        before: the paths and modules of the model before some were replaced.
+        taken: path of a replaced module -> the fusion that takes it, None for a module mapping.
+    """
+    attribute, place = left_behind(before, named_modules(model))
+    if attribute:
+        path = next(path for path in taken if inside(place).startswith(inside(path)))
+        raise PatchConstructionError(
+            f"{_subject(path, taken[path])}, and {attribute} refers to {place}, which isn't in the model any more. "
+            f"{_advice(path, taken[path])}"
+        )
 
 
 def _replace(
@@ -352,8 +371,8 @@ def rebuilt(construction: Construction, path: str, module: nn.Module, match: Mat
     else:
         by = "a copy of another module" if is_modeling_module(cls.__module__) else f"built by code in {cls.__module__}"
         raise PatchConstructionError(
-            f"{_subject(path, match)}, but the constructor arguments of the {cls.__qualname__} there aren't known: "
-            f"it is {by}. {_advice(path, match)}"
+            f"{_subject(path, match.fusion)}, but the constructor arguments of the {cls.__qualname__} there aren't "
+            f"known: it is {by}. {_advice(path, match.fusion)}"
         )
     new = match.original.__new__(match.original)
     construction.build(new, match, args, kwargs)
@@ -377,8 +396,8 @@ def _attributes(path: str, module: nn.Module, match: Match) -> tuple[tuple[Any, 
         is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if is_variadic or value is parameter or isinstance(value, nn.Module) or inspect.ismethod(value):
             raise PatchConstructionError(
-                f"{_subject(path, match)}, a {type(module).__qualname__} of torch, whose constructor takes "
-                f"{parameter}, and that isn't among its attributes. {_advice(path, match)}"
+                f"{_subject(path, match.fusion)}, a {type(module).__qualname__} of torch, whose constructor takes "
+                f"{parameter}, and that isn't among its attributes. {_advice(path, match.fusion)}"
             )
         if name == "bias" and not isinstance(value, bool):  # the attribute is the parameter
             value = value is not None
@@ -392,12 +411,12 @@ def _attributes(path: str, module: nn.Module, match: Match) -> tuple[tuple[Any, 
     return tuple(args), kwargs
 
 
-def _subject(path: str, match: Match) -> str:
-    return f"{match.key!r} takes {path}" if match.field == "fusions" else f"module_mapping names {path}"
+def _subject(path: str, fusion: Any) -> str:
+    return f"{fusion!r} takes {path}" if fusion is not None else f"module_mapping names {path}"
 
 
-def _advice(path: str, match: Match) -> str:
-    if match.field == "fusions":
+def _advice(path: str, fusion: Any) -> str:
+    if fusion is not None:
         return "Leave it out of the fusion: its modules=... say which it takes."
     if not (parent := path.rpartition(".")[0]):
         return "Give the class of the model another in a class_mapping, one that builds it."

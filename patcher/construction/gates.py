@@ -22,7 +22,13 @@ from typing import Any, ClassVar, NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
-from patcher.compat.modeling_code import STANDS_FOR, is_modeling_module, of_modeling_code, subclasses
+from patcher.compat.modeling_code import (
+    STANDS_FOR,
+    is_modeling_module,
+    is_module_class,
+    of_modeling_code,
+    subclasses,
+)
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, construction_here
 from patcher.construction.in_force import Block, entered, entering
@@ -115,7 +121,7 @@ def _stand_in(name: str, original: Any) -> Any:
         original: the class, or a tuple in which to replace the module classes.
     """
     if isinstance(original, tuple):
-        return tuple(_stand_in("", item) if _is_module_class(item) else item for item in original)
+        return tuple(_stand_in("", item) if is_module_class(item) else item for item in original)
     meta: Any = type(original)
 
     class StandIn(meta):  # type: ignore[misc]
@@ -144,10 +150,6 @@ def _stand_in(name: str, original: Any) -> Any:
 
     body = {STANDS_FOR: original, "__module__": original.__module__, "__qualname__": original.__qualname__}
     return StandIn(original.__name__, (original,), body)
-
-
-def _is_module_class(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, nn.Module)
 
 
 class Cover:
@@ -186,7 +188,7 @@ class Cover:
 
     def add_module(self, module: ModuleType) -> None:
         """Do the same for a modeling module that has just been imported."""
-        for cls in of_modeling_code(filter(_is_module_class, list(vars(module).values()))):
+        for cls in of_modeling_code(filter(is_module_class, list(vars(module).values()))):
             is_model = self.models and issubclass(cls, PreTrainedModel)
             if is_model or self.all_classes or self.rules.concerns(cls):
                 self._bind(cls, "__init__", functools.partial(_gate, cls))
@@ -200,7 +202,7 @@ class Cover:
         namespace = vars(module)
         for name, value in list(namespace.items()):
             # A class that matches by its own name has a gate.
-            is_renamed = _is_module_class(value) and not self.rules.concerns(_unwrapped(value))
+            is_renamed = is_module_class(value) and not self.rules.concerns(_unwrapped(value))
             if self._holds_foreign(value) or (is_renamed and self.rules.concerns(_unwrapped(value), name)):
                 self._bind(namespace, name, functools.partial(_stand_in, name))
             elif self._foreign and (isinstance(value, dict) or type(value) is list):

@@ -14,7 +14,7 @@ import functools
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from patcher.compat.attributes import parts_of
-from patcher.compat.modeling_code import is_architecture_module, is_modeling_module, registered
+from patcher.compat.modeling_code import is_architecture_module, is_modeling_module, is_module_class, registered
 from patcher.construction.gates import own_members
 from patcher.source.alike import without_kernel
 from patcher.spec.like import Like, find_like, reference
@@ -124,7 +125,8 @@ class References:
     Attributes:
         read, written: the global names that are read; bound or deleted.
         written_cells: the variables of outer functions that are bound or deleted.
-        imported: (level, module, name) of each `from module import name`.
+        imported: (level, module, name) of each `from module import name`, and of each name that may be an attribute
+            of a module imported by `import module`.
     """
 
     read: tuple[Reference, ...]
@@ -155,6 +157,8 @@ def references_of(code: CodeType) -> References:
                 cells.add(value)
             case "IMPORT_NAME":
                 level, module = int(instructions[index - 2].argval or 0), value
+                if instructions[index - 1].argval is None:
+                    imported |= dict.fromkeys((level, module, name) for name in _names_in(code))
             case "IMPORT_FROM":
                 imported[level, module, value] = None
     for constant in code.co_consts:
@@ -165,6 +169,12 @@ def references_of(code: CodeType) -> References:
             cells |= inner.written_cells  # variables of this function, or of one around it
             imported |= dict.fromkeys(inner.imported)
     return References(tuple(read), frozenset(written), frozenset(cells), tuple(imported))
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names of globals and attributes in a code object and in those inside of it."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return {*code.co_names}.union(*map(_names_in, inner))
 
 
 # --- the graph -------------------------------------------------------------------------------------------------------
@@ -203,10 +213,15 @@ class Node(NamedTuple):
 
 
 class Graph:
-    """The objects that are reachable from added edges, and which of them lead to a replaced function."""
+    """The objects that are reachable from added edges, and which of them lead to a replaced function.
 
-    def __init__(self, rules: FunctionRules) -> None:
+    Args:
+        modules: the ids of the modules of the model, each of which is changed by itself: no edges lead into them.
+    """
+
+    def __init__(self, rules: FunctionRules, modules: Container[int] = ()) -> None:
         self.rules = rules
+        self.modules = modules
         self.nodes: dict[int, Node] = {}
         self._needing: set[int] | None = None
         self._written: dict[int, frozenset[str]] = {}
@@ -267,7 +282,12 @@ class Graph:
         """Return the edges to the members of a class and of its bases."""
         skipped = ("__dict__", "__weakref__", "__annotations__", "__init_subclass__", "__class_getitem__")
         members = [item for base in filter(is_followed, cls.__mro__) for item in own_members(base).items()]
-        used = [(name, value) for name, value in members if name not in skipped and not isinstance(value, type)]
+        unused = nn.Module, PretrainedConfig  # built before, or by code that names them
+        used = [
+            (name, value)
+            for name, value in members
+            if name not in skipped and not (isinstance(value, type) and issubclass(value, unused))
+        ]
         return [self.edge(value, name, name) for name, value in used]
 
     def hit_of(self, function: Any) -> Hit | None:
@@ -286,7 +306,7 @@ class Graph:
         if isinstance(value, FunctionType):
             return self._edges_of_function(value)
         decomposed = decompose(value)
-        parts = _contents(value) if decomposed is None else decomposed[0]
+        parts = decomposed[0] if decomposed else () if id(value) in self.modules else _contents(value)
         return [Edge(part, hit=self.hit_of(part)) for part in parts]
 
     def _edges_of_function(self, function: FunctionType) -> list[Edge]:
@@ -347,12 +367,14 @@ class Graph:
     def _read(self, value: Any, ref: Reference) -> list[Edge]:
         """Return the edges for a global name that is bound to a value."""
         name, place, attributes = ref.name, ref.name, list(ref.attributes)
-        while isinstance(value, ModuleType) and attributes:
+        while attributes and (
+            isinstance(value, ModuleType) or (isinstance(value, FunctionType) and attributes[0] in vars(value))
+        ):
             place = f"{place}.{attributes[0]}"
             value = vars(value).get(attributes.pop(0))
         if place == name and (hit := self.rules.hit(name, value)) is not None:
             return [Edge(value, name, hit=hit)]
-        if isinstance(value, type) and issubclass(value, nn.Module):
+        if is_module_class(value):
             if attributes:
                 return self._indirect(inspect.getattr_static(value, attributes[0], None), f"{place}.{attributes[0]}")
             return [Edge(value, kind=BUILDS)] if ref.is_called and not ref.attributes else []
@@ -365,8 +387,8 @@ class Graph:
     def _imported(self, namespace: dict[str, Any], level: int, module: str, name: str) -> list[Edge]:
         with contextlib.suppress(ImportError):
             full = importlib.util.resolve_name("." * level + (module or ""), namespace.get("__package__") or "")
-            if full in sys.modules and is_followed_module(full):
-                return self._indirect(vars(sys.modules[full]).get(name), f"an import of {full} where it runs")
+            if full in sys.modules and is_followed_module(full) and name in vars(sys.modules[full]):
+                return self._indirect(vars(sys.modules[full])[name], f"an import of {full} where it runs")
         return []
 
     def _indirect(self, value: Any, place: str) -> list[Edge]:
@@ -395,17 +417,21 @@ def decompose(value: Any) -> tuple[tuple[Any, ...], Callable[..., Any]] | None:
 
 def _contents(value: Any) -> list[Any]:
     """Return the objects in an object that may be functions or hold some."""
-    if isinstance(value, nn.Module | torch.Tensor):
+    if isinstance(value, torch.Tensor):
         return []
+    if isinstance(value, nn.Module):  # that a model runs without having it as a part
+        return [*_contents_of_class(type(value)), vars(value)]
     if isinstance(value, type):
-        if issubclass(value, nn.Module | torch.Tensor):
-            return []
-        return [member for cls in filter(is_followed, value.__mro__) for member in own_members(cls).values()]
+        return [] if issubclass(value, nn.Module | torch.Tensor) else _contents_of_class(value)
     if type(value) in (tuple, dict) and all(without_kernel(part) is not part for part in _elements(value)):
         return []  # what `kernels` keeps of a class for `use_kernels=True`, and doesn't call
     if isinstance(value, _CONTAINERS) or is_followed(type(value)):
         return parts_of(value)
     return [part for part in getattr(value, "__dict__", {}).values() if isinstance(part, FunctionType)]
+
+
+def _contents_of_class(cls: type) -> list[Any]:
+    return [member for base in filter(is_followed, cls.__mro__) for member in own_members(base).values()]
 
 
 def _elements(value: Any) -> Iterable[Any]:
@@ -428,9 +454,9 @@ def is_followed_module(name: str) -> bool:
     return name.partition(".")[0] not in _LIBRARIES
 
 
-def is_followed(cls: type) -> bool:
-    """Whether a class is of a modeling file or a user's own, and not what transformers has for all models."""
-    name = cls.__module__
+def is_followed(value: type | FunctionType) -> bool:
+    """Whether a class or function is of a modeling file or a user's own, and not what transformers has for all."""
+    name = value.__module__
     return is_architecture_module(name) or (is_followed_module(name) and not is_modeling_module(name))
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
-from patcher.compat.attributes import attributes
-from patcher.compat.modeling_code import REBOUND, chosen_in, is_architecture_module, unrebound
+from patcher.compat.attributes import attributes, hooks_of
+from patcher.compat.modeling_code import REBOUND, chosen_in, unrebound
 from patcher.compat.models import named_modules
 from patcher.errors import PatchConstructionError
-from patcher.functions.graph import BUILDS, SHARED, Edge, Hit, Layers, Node, decompose, references_of
+from patcher.functions.graph import BUILDS, SHARED, Edge, Hit, Layers, Node, decompose, is_followed, references_of
 from patcher.functions.rebinding import Rebinder, lock, rebinder_of, rebinders
 from patcher.spec.like import reference
 
@@ -43,6 +43,13 @@ class Functions:
 
 NO_FUNCTIONS = Functions()
 
+#: How modules reach a function through their hooks, and the advice: the class that registers one may be another.
+_HOOK = "a hook"
+_HOOK_LATER = (
+    "Register the hook on the result, one that calls your function; if an __init__ registers it, replace the class "
+    "that has the __init__ instead, with class_mapping."
+)
+
 _IN_PLACE_OF_EAGER = "write function_mapping={'eager_attention_forward': function} and attn_implementation='eager'"
 _UNDER_A_NAME = (
     "in place of the function_mapping give your function a name that loads may choose, with masks: transformers."
@@ -61,7 +68,8 @@ def find_functions(model: nn.Module, layers: Layers) -> Functions:
     modules: dict[type[nn.Module], list[nn.Module]] = {}
     for _, module in named_modules(model):  # by class; parts may be patched already
         modules.setdefault(unrebound(type(module)), []).append(module)
-    return _Search(type(model).__name__, modules, Rebinder(layers)).result()
+    own = {id(module) for instances in modules.values() for module in instances}
+    return _Search(type(model).__name__, modules, Rebinder(layers, own)).result()
 
 
 def replaced_now(model: nn.Module) -> tuple[Hit, ...]:
@@ -96,10 +104,15 @@ def swap_functions(model: nn.Module, functions: Functions) -> None:
 
 def restore_functions(model: nn.Module) -> None:
     """Restore the original functions in a model, in place."""
+    own: dict[type[nn.Module], dict[int, Any]] = {}
     for _, module in named_modules(model):
-        rebinder, cls = rebinder_of(module), unrebound(type(module))
-        originals = {} if rebinder is None else rebinder.originals(cls)
-        module.__class__ = cls
+        if (rebinder := rebinder_of(module)) is not None and type(module) not in own:
+            own[type(module)] = rebinder.originals(unrebound(type(module)))
+    # Of all: a class may have passed a function to a module of another one.
+    everywhere = {key: original for originals in own.values() for key, original in originals.items()}
+    for _, module in named_modules(model):
+        originals = {**everywhere, **own.get(type(module), {})}
+        module.__class__ = unrebound(type(module))
         for name, value in list(attributes(module)):
             module.__dict__[name] = _restored(value, originals)
 
@@ -136,10 +149,16 @@ class _Search:
         return tuple(replace(hit, callers=tuple(sorted(callers))) for hit, callers in called)
 
     def result(self) -> Functions:
+        of_classes = {*self.hits}
         for cls, modules in self.modules.items():
             self._check_running(cls, [edge for edge in self.roots[cls] if edge.name != "__init__"])
             for module in modules:
-                edges = [self.graph.edge(value, f"its attribute {name!r}") for name, value in attributes(module)]
+                edges = [Edge(hooks, through=f"{_HOOK} in {name!r}") for name, hooks in hooks_of(module)]
+                for name, value in attributes(module):
+                    edge = self.graph.edge(value, place := f"its attribute {name!r}")
+                    if edge.hit is not None and id(edge.hit.original) not in of_classes:
+                        edge = edge._replace(through=f"{place}, which other code has set")
+                    edges.append(edge)
                 self.graph.add(edges)
                 self._follow(cls, edges, [module])
         nodes = {cls: list(self.graph.reached(roots, everything=True)) for cls, roots in self.roots.items()}
@@ -148,7 +167,8 @@ class _Search:
         for cls, roots in self.roots.items():
             self._check_init(cls, [edge for edge in roots if edge.name == "__init__"])
         unique = {id(node): node for reached in nodes.values() for node in reached}.values()
-        modeling = [node for node in unique if is_architecture_module(getattr(node.value, "__module__", None) or "")]
+        functions = [node for node in unique if isinstance(node.value, FunctionType) and node.value.__module__]
+        modeling = [node for node in functions if is_followed(node.value)]
         edges = [edge for node in modeling for edge in node.edges if not edge.kind]
         return Functions(
             replaced=self.replaced,
@@ -247,13 +267,14 @@ class _Search:
             hits if edge.hit is None else [edge.hit],
             f"{where.__qualname__} ({where.__module__}{line}) reaches it {how}, not by calling a global name, and "
             "would go on calling the original",
+            _HOOK_LATER if how.startswith(f"through {_HOOK}") else "",
         )
 
-    def _error(self, cls: type, hits: Iterable[Hit], reason: str) -> PatchConstructionError:
+    def _error(self, cls: type, hits: Iterable[Hit], reason: str, advice: str = "") -> PatchConstructionError:
         what = ", ".join(sorted({repr(hit.keys[0][1]) for hit in hits}))
         return PatchConstructionError(
             f"function_mapping: {what} can't be replaced for {self.model} alone: {reason}. "
-            f"Replace {cls.__name__} as a whole instead, with class_mapping."
+            + (advice or f"Replace {cls.__name__} as a whole instead, with class_mapping.")
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from types import CellType, FunctionType
 from typing import Any
 
@@ -28,11 +28,15 @@ rebinders: weakref.WeakValueDictionary[Layers, Rebinder] = weakref.WeakValueDict
 
 
 class Rebinder:
-    """Copies functions and classes for some function mappings, each once."""
+    """Copies functions and classes for some function mappings, each once.
 
-    def __init__(self, layers: Layers) -> None:
+    Args:
+        modules: the ids of the modules of the model.
+    """
+
+    def __init__(self, layers: Layers, modules: Container[int] = ()) -> None:
         self.layers = layers
-        self.graph = Graph(FunctionRules(layers))
+        self.graph = Graph(FunctionRules(layers), modules)
         self._functions: dict[int, FunctionType] = {}
         self._classes: dict[type, type] = {}
         #: id of a namespace -> its copy
@@ -115,7 +119,10 @@ class Rebinder:
         body |= {"__qualname__": cls.__qualname__, **members, REBOUND: cls, _REBINDER: self, "__new__": _new}
         body |= {RECIPE: (rebound, cls, self.layers), "__reduce_ex__": reduce_by_recipe}
         try:
-            return type(cls)(cls.__name__, (cls, *bases), body)
+            new = type(cls)(cls.__name__, (cls, *bases), body)
+            for name, value in members.items():  # which an `__init_subclass__` may have set to the originals
+                setattr(new, name, value)
+            return new
         except TypeError as error:
             raise PatchConstructionError(
                 f"function_mapping: {cls.__qualname__} calls a function that is replaced, and no class can be derived "

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import Context
 from dataclasses import replace
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from patcher.compat.attributes import has_gradient_hooks, is_compiled, share_storage
+from patcher.compat.attributes import has_gradient_hooks, is_compiled, left_behind, share_storage
 from patcher.compat.conversions import (
     has_used_conversions,
     key_renamer,
@@ -42,7 +41,7 @@ from patcher.construction.construction import Construction
 from patcher.construction.gates import in_force
 from patcher.construction.in_force import Block, InForce, Outcome, entered, unpatched
 from patcher.construction.lock import construction_lock
-from patcher.errors import InvalidPatcherError
+from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.expressions import search
 from patcher.functions.models import restore_functions
 from patcher.layouts.carried import carry
@@ -56,7 +55,7 @@ from patcher.loading.record import RECORD, PatchedModule, PatchRecord, joined_re
 from patcher.loading.router import Router
 from patcher.loading.saving import saved_state_dict
 from patcher.loading.state_dicts import carriers_in, carry_routes, original_state_dict
-from patcher.patterns import compress, inside
+from patcher.patterns import compress
 from patcher.resolution.resolution import fuse_constructed_modules, replace_functions, resolve_constructed
 from patcher.spec.fingerprints import check_built, check_pins
 from patcher.spec.patcher import Patcher
@@ -98,7 +97,13 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
     origins = {name: layout.fused for carrier in carriers_in(model) for layout in carrier.all for name in layout.stock}
     if origins or any(ORIGINAL in vars(module) for _, module in named_modules(model)):
         remaining = InForce(_by_path(record.modules if record is not None else ()), "patcher=")
-        base, stock = _construct(model, (remaining,)).model, _construct(model).model
+        try:
+            base, stock = _construct(model, (remaining,)).model, _construct(model).model
+        except PatchConstructionError as error:  # its advice is for a module_mapping
+            raise InvalidPatcherError(
+                f"Patcher.apply can't construct the model as it is, to restore it: {str(error).rpartition('. ')[0]}. "
+                "Load it without a patcher, and load the state dict patcher.original_state_dict(model) into that."
+            ) from error
         state, stock_state = state_tensors(model), original_state_dict(model)
         values = {name: value for name, value in stock_state.items() if name in origins or name not in state}
         move_attributes(model, base, stock)
@@ -296,9 +301,7 @@ def check_can_be_copied(model: Any) -> None:
     if getattr(model, "hf_quantizer", None) is not None:
         raise _unsupported("a quantized model: its weights can't be restored", "Load it again with patcher=...")
     again = "Load it again with patcher=..., device_map=..."
-    names: dict[int, str] = {}
     for name, parameter in named_parameters(model):
-        names.setdefault(id(parameter), name)
         if isinstance(parameter, DTensor):
             raise _unsupported(
                 f"a model that is split over processes ({name})",
@@ -309,30 +312,12 @@ def check_can_be_copied(model: Any) -> None:
         if has_gradient_hooks(parameter):
             what = f"a hook on the gradient of {name}: a copy has other gradients"
             raise _unsupported(what, "Register it on the result.")
-    names |= {id(module): path or "the model" for path, module in named_modules(model)}
     for path, module in named_modules(model):
+        name = path or "the model"
         if hasattr(module, "_hf_hook"):
-            raise _unsupported(f"a model that accelerate has spread over devices ({names[id(module)]})", again)
+            raise _unsupported(f"a model that accelerate has spread over devices ({name})", again)
         if is_compiled(module):
-            raise _unsupported(f"a compiled module ({names[id(module)]})", "Compile the result instead.")
-        for attribute, value in vars(module).items():
-            for item in value.values() if isinstance(value, dict) else (value,):
-                if name := next((names[id(cell)] for cell in _closed_over(item) if id(cell) in names), ""):
-                    raise _unsupported(
-                        f"{inside(path)}{attribute}: a function has {name} in its closure, and a copy would go on "
-                        "using that of the given model",
-                        "Bind it to its module with types.MethodType(function, module), or apply the patcher first.",
-                    )
-
-
-def _closed_over(value: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield the objects in the closure of a function, and in those of functions in it; a copy has the same closure."""
-    value = getattr(value, "__func__", value.func if isinstance(value, partial) else value)
-    for cell in (value.__closure__ or ()) if isinstance(value, FunctionType) and depth < 5 else ():
-        with suppress(ValueError):  # it is empty
-            content = cell.cell_contents
-            yield getattr(content, "__self__", content)
-            yield from _closed_over(content, depth + 1)
+            raise _unsupported(f"a compiled module ({name})", "Compile the result instead.")
 
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -351,4 +336,11 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
         ) from error
     for _, module in named_modules(copied):
         forget_recorded(module)  # the hooks are installed anew, on the modules of the result
+    # A copy of a function has the same closure.
+    attribute, name = left_behind([*named_modules(model), *named_parameters(model)], named_modules(copied))
+    if attribute:
+        raise _unsupported(
+            f"{attribute}: a function has {name} in its closure, and a copy would go on using that of the given model",
+            "Bind it to its module with types.MethodType(function, module), or apply the patcher first.",
+        )
     return copied

@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from patcher.compat.attributes import left_behind
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import (
     ORIGINAL,
@@ -288,6 +289,7 @@ def transplant(model: PreTrainedModel, source: PreTrainedModel, weights: Weights
         for key, parameter in module._parameters.items():
             owners.setdefault(id(parameter), set()).add((module, key))
     before, result, outermost = list(named_parameters(model)), model, _outermost(model, source)
+    modules = [*named_modules(model), *named_modules(source)]
     for path in outermost:
         old, new = model.get_submodule(path), source.get_submodule(path)
         if old not in places:  # one module at several paths
@@ -307,6 +309,9 @@ def transplant(model: PreTrainedModel, source: PreTrainedModel, weights: Weights
     for name, parameter in before:
         if len(owners[id(parameter)]) > 1 and after.get(name) is not parameter:
             raise _refusal(name, "is tied to another parameter", "Untie it, and tie the result.")
+    attribute, place = left_behind(modules, named_modules(result))
+    if attribute:
+        raise _refusal(attribute, f"refers to {place}", _PATCH_FIRST)
     return result
 
 

@@ -19,7 +19,7 @@ from patcher.compat.conversions import stock_conversions
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import DisableTorchFunction, mark_original_class, named_modules, original_class
 from patcher.construction.class_rules import ClassRules, Match
-from patcher.construction.construction import Construction, rebuilt
+from patcher.construction.construction import Construction, check_left_behind, rebuilt
 from patcher.construction.gates import building, cover_new_classes
 from patcher.construction.in_force import InForce
 from patcher.construction.lock import construction_lock
@@ -235,6 +235,7 @@ def rebuild_fused_modules(construction: Construction, model: PreTrainedModel) ->
     resolution = _resolution_of(construction, model)
     fusions = resolution.fusion_plan.by_path
     rebuilt_modules: dict[int, nn.Module] = {}
+    before = list(named_modules(model))
     # The outer ones first: constructing these constructs the inner ones again.
     for path in sorted(resolution.fusion_plan.rebuilt, key=lambda path: path.count(".")):
         cls = resolution.fused[path]
@@ -248,12 +249,14 @@ def rebuild_fused_modules(construction: Construction, model: PreTrainedModel) ->
             match = Match(fusions[path], cls, entry, type(module), "fusions")
             rebuilt_modules[id(module)] = rebuilt(construction, path, module, match)
         children[name] = rebuilt_modules[id(module)]
+    check_left_behind(before, model, fusions)
 
 
 def fuse_constructed_modules(construction: Construction, model: PreTrainedModel) -> None:
     """Fuse the constructed modules of a model, with initial values, or on the meta device in a load."""
     resolution = _resolution_of(construction, model)
     plan, classes, fusions = resolution.fusion_plan, resolution.fused, resolution.fusion_plan.by_path
+    before = list(named_modules(model)) if classes else []
     modules = {path: model.get_submodule(path) for path in classes if path not in plan.rebuilt}
     # Modules of parts that were loaded separately are fused already.
     unfused = [path for path, module in modules.items() if unrebound(type(module)) is not classes[path]]
@@ -272,3 +275,4 @@ def fuse_constructed_modules(construction: Construction, model: PreTrainedModel)
             parent, _, name = path.rpartition(".")
             model.get_submodule(parent)._modules[name] = module
         mark_original_class(module, resolution.original_classes[path])
+    check_left_behind(before, model, fusions)

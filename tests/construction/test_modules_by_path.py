@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP, LlamaModel, LlamaPreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from patcher import Patcher, UnmatchedPatchError, like
@@ -185,3 +186,77 @@ def test_a_replacement_that_raises_leaves_stock_behind() -> None:
     assert type(Parts(PartsConfig()).mlp) is LlamaMLP
     assert LlamaMLP.__init__.__qualname__ == "LlamaMLP.__init__"
     assert not hasattr(LlamaMLP.__init__, "__wrapped__")
+
+
+class Referring(LlamaPreTrainedModel):
+    """Beside its modules it has attributes, or hooks, that lead to some of them."""
+
+    refer: Any = None
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model = LlamaModel(config)
+        type(self).refer(self, self.model.layers[0].mlp)
+        self.post_init()
+
+
+class Holder:
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+
+REFERENCES = {
+    "in a list": lambda model, mlp: setattr(model, "kept", [mlp]),
+    "by its method": lambda model, mlp: setattr(model, "kept", mlp.forward),
+    "in a partial": lambda model, mlp: setattr(model, "kept", functools.partial(mlp)),
+    "in a closure": lambda model, mlp: setattr(model, "kept", lambda x: mlp(x)),
+    "in an object": lambda model, mlp: setattr(model, "kept", Holder(mlp)),
+    "to a part of it": lambda model, mlp: setattr(model, "kept", {"up": mlp.up_proj}),
+    "in a hook": lambda model, mlp: model.register_forward_hook(lambda module, args, output: mlp.up_proj.weight.sum()),
+}
+
+
+@pytest.mark.parametrize("reference", REFERENCES)
+def test_what_else_refers_to_a_module_that_is_replaced_or_fused_is_an_error(
+    reference: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """It went on using the module of before, with weights that nothing has read."""
+    monkeypatch.setattr(Referring, "refer", REFERENCES[reference])
+    Referring(tiny_llama_config()).save_pretrained(tmp_path)
+    attribute = r"_forward_hooks" if reference == "in a hook" else "kept"
+    by_path = Patcher(module_mapping={"model.layers.{0..1}.mlp": OwnMLP})
+    said = rf"names model\.layers\.0\.mlp, and {attribute} refers to model\.layers\.0\.mlp.* Replace what is around"
+    for loaded in (
+        lambda: Referring.from_pretrained(tmp_path, patcher=by_path),
+        lambda: Referring._from_config(tiny_llama_config(), patcher=by_path),
+    ):
+        with pytest.raises(PatchConstructionError, match=said):
+            loaded()
+    if reference == "to a part of it":
+        for fused in (
+            lambda: Referring.from_pretrained(tmp_path, patcher=Patcher(fusions="gate_up")),
+            lambda: Referring._from_config(tiny_llama_config(), patcher=Patcher(fusions="gate_up")),
+        ):
+            with pytest.raises(
+                PatchConstructionError, match=rf"{attribute} refers to model\.layers\.0\.mlp\.up_proj, wh"
+            ):
+                fused()
+    by_class = Referring.from_pretrained(tmp_path, patcher=Patcher({"LlamaMLP": OwnMLP}))
+    assert type(by_class.model.layers[0].mlp) is OwnMLP
+
+
+@pytest.mark.parametrize("reference", [name for name in REFERENCES if name not in ("in a closure", "in a hook")])
+def test_what_else_refers_to_a_module_in_memory_is_an_error(reference: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Referring, "refer", lambda model, mlp: None)
+    model = Referring(tiny_llama_config())
+    REFERENCES[reference](model, model.model.layers[0].mlp)
+    own = Patcher({"LlamaMLP": OwnMLP})
+    with pytest.raises(
+        InvalidPatcherError, match=r"kept refers to model\.layers\.0\.mlp.* apply the patcher, and change"
+    ):
+        own.apply(model)
+    del model.kept
+    patched = own.apply(model)
+    REFERENCES[reference](patched, patched.model.layers[0].mlp)
+    with pytest.raises(InvalidPatcherError, match=r"kept refers to model\.layers\.0\.mlp"):
+        Patcher().apply(patched)

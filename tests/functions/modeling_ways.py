@@ -276,6 +276,36 @@ class NotABoundMethod(nn.Module):
         return self.function(x)
 
 
+class Applying(nn.Module):
+    """Calls what it is given; its own code names no function."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x)
+
+
+class PassedToAPart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Applying(double)
+
+    def forward(self, x: Any) -> Any:
+        return self.part(x)
+
+
+class SettingAFunction(nn.Module):
+    def __init_subclass__(cls) -> None:
+        cls.function = staticmethod(double)
+
+
+class SetForEachSubclass(SettingAFunction):
+    def forward(self, x: Any) -> Any:
+        return self.function(x)
+
+
 class CalledByAPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -371,6 +401,79 @@ class NotImportedInside(nn.Module):
         from tests.functions.modeling_ways_elsewhere import double
 
         return double(x)
+
+
+class NotByAModuleImportedInside(nn.Module):
+    def forward(self, x: Any) -> Any:
+        import tests.functions.modeling_ways_elsewhere as imported
+
+        return imported.double(x)
+
+
+def holding(x: Any) -> Any:
+    return x
+
+
+holding.function = double  # type: ignore[attr-defined]
+
+
+class NotOnAFunction(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return holding.function(x)  # type: ignore[attr-defined]
+
+
+class NotInAHook(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_hook(lambda module, args, output: helper(output))
+
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+class NotAMethodInAHook(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_pre_hook(self.part)
+
+    def part(self, module: nn.Module, args: Any) -> Any:
+        return (double(args[0]),)
+
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+class NotInAHiddenModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [Directly()]
+
+    def forward(self, x: Any) -> Any:
+        return self.hidden[0](x)
+
+
+directly = nn.Sequential(Directly())
+
+
+class NotInAModuleOfTheFile(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return directly(x)
+
+
+class NotInAModuleOfTheClass(nn.Module):
+    hidden = Directly()
+
+    def forward(self, x: Any) -> Any:
+        return self.hidden(x)
+
+
+class NotInAClassOfTheClass(nn.Module):
+    class Inside:
+        def __call__(self, x: Any) -> Any:
+            return double(x)
+
+    def forward(self, x: Any) -> Any:
+        return self.Inside()(x)
 
 
 class NotByTheClass(nn.Module):

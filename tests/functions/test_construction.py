@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from patcher import Patcher
-from patcher.errors import PatchConstructionError
+from patcher.errors import PatchConstructionError, UnmatchedPatchError
 from tests.functions import modeling_tiny
 from tests.functions.modeling_tiny import Part, TinyConfig, TinyModel
 
@@ -71,6 +71,11 @@ def test_what_an_init_calls_is_refused(
     with pytest.raises(PatchConstructionError, match=text):
         patcher.resolve(TinyModel, TinyConfig())
     assert TinyModel(TinyConfig()).around.part.offset == 6
+
+
+def test_a_misspelt_function_of_a_modeling_file_of_ones_own() -> None:
+    with pytest.raises(UnmatchedPatchError, match=r"calls 'at_frist'; nearest: at_first"):
+        TinyModel._from_config(TinyConfig(), patcher=Patcher(function_mapping={"at_frist": more}))
 
 
 def test_what_initialises_weights_is_replaced(tmp_path: Path) -> None:

@@ -23,9 +23,8 @@ WAYS = {
     for name, cls in vars(modeling_ways).items()
     if isinstance(cls, type) and issubclass(cls, nn.Module) and cls.__module__ == modeling_ways.__name__
 }
-FOLLOWED = sorted(
-    name for name in WAYS if not name.startswith("Not") and name not in ("Other", "ItsCallerAsAnAttribute")
-)
+PARTS = ("Other", "ItsCallerAsAnAttribute", "Applying", "SettingAFunction")
+FOLLOWED = sorted(name for name in WAYS if not name.startswith("Not") and name not in PARTS)
 #: how each gets at the function
 REFUSED = {
     "NotInATable": "through TABLE, a dict",
@@ -38,6 +37,14 @@ REFUSED = {
     "NotThroughAModule": r"through elsewhere\.double",
     "NotThroughAModulesFunction": r"through elsewhere\.through_elsewhere",
     "NotImportedInside": "through an import of tests.functions.modeling_ways_elsewhere where it runs",
+    "NotByAModuleImportedInside": "through an import of tests.functions.modeling_ways_elsewhere where it runs",
+    "NotOnAFunction": r"through holding\.function",
+    "NotInAHook": "through a hook in '_forward_hooks'",
+    "NotAMethodInAHook": "through a hook in '_forward_pre_hooks'",
+    "NotInAHiddenModule": "through its attribute 'hidden', a list",
+    "NotInAModuleOfTheFile": "through directly, a Sequential",
+    "NotInAModuleOfTheClass": "through hidden, a Directly",
+    "NotInAClassOfTheClass": "through Inside, a type",
     "NotByTheClass": r"through StaticMethod\.part",
     "NotInAnotherClass": "through NoModule, a type",
     "NotInAnAutogradFunction": "through Doubling, a FunctionMeta",
@@ -133,6 +140,21 @@ def test_a_call_that_can_not_be_followed_is_refused(way: str, layers: Any) -> No
     with pytest.raises(PatchConstructionError, match=said):
         find_functions(module, layers)
     assert type(module) is WAYS[way]
+
+
+def test_a_function_that_other_code_sets_as_an_attribute_is_refused() -> None:
+    """Nothing that the classes say would tell a report, or a way back, of which function it took the place."""
+    module = WAYS["Applying"](modeling_ways.double)
+    with pytest.raises(PatchConstructionError, match="its attribute 'function', which other code has set, not by"):
+        find_functions(module, LAYERS)
+    assert value(replaced(nn.Sequential(module, WAYS["Directly"]()))) == 9
+
+
+def test_a_module_that_refers_to_one_of_the_model_is_followed() -> None:
+    """As a part that keeps its parent in a list, so that it isn't one of its own parts."""
+    module = nn.Sequential(WAYS["Directly"](), WAYS["Directly"]())
+    module[1].others = [module[0], module]
+    assert value(replaced(module)) == 9
 
 
 def test_a_method_of_an_object_that_a_module_keeps_is_refused() -> None:

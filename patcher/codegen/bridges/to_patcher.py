@@ -10,12 +10,12 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import Any
 
 from torch import nn
 
 from patcher.codegen.generation.generator import Generated, build
 from patcher.codegen.spec import Blocks, Helpers, PatchSpec
+from patcher.compat.modeling_code import is_module_class
 from patcher.integrations import install
 from patcher.source.scopes import bound_by, top_level
 from patcher.source.texts import module_of_text
@@ -38,7 +38,7 @@ def to_patcher(config: PatchSpec) -> Patcher:
         return config.runtime | to_patcher(rest) if rest.patches else config.runtime
     generated = build(config)
     original, module = vars(importlib.import_module(generated.source.name)), vars(execute(generated))
-    names = [name for name in original if _is_module_class(original[name]) and _is_module_class(module.get(name))]
+    names = [name for name in original if is_module_class(original[name]) and is_module_class(module.get(name))]
     covered = {name for name in names if original[name].__name__ == name}
     affected = sorted(_affected_names(generated, covered).intersection(names))
     replaced = [name for name in affected if module[name] is not original[name]]
@@ -74,10 +74,6 @@ def execute(generated: Generated) -> ModuleType:
                 f"{type(error).__name__}: {error}\nIts text is generate(config); import that to see more."
             ) from error
         return module
-
-
-def _is_module_class(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, nn.Module)
 
 
 def _affected_names(generated: Generated, covered: set[str]) -> set[str]:

@@ -12,8 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers import TorchAoConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from patcher import Patcher, fusions
+from patcher import Patcher, fusions, original_state_dict
 from tests.project.advice import OwnMLP, Place, Steps, advice, load, same
+from tests.project.advice.construction import AttendingConfig, AttendingModel
 from tests.support.processes import one_process
 from tests.support.replacements import JOINED
 from tests.support.tiny import tiny_inputs
@@ -39,6 +40,18 @@ def no_model(at: Place) -> Steps:
     for value in ([1], str(at.llama)):
         yield lambda value=value: QKV.apply(value)  # type: ignore[arg-type, misc]
     assert same(QKV.apply(load(at.llama)), at.llama)
+
+
+@advice("Load it without a patcher, and load the state dict patcher.original_state_dict(model) into that.")
+def a_copy_of_a_replaced_module(at: Place) -> Steps:
+    stock = AttendingModel(AttendingConfig())
+    model = AttendingModel._from_config(AttendingConfig(), patcher=OWN)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        model.copied.up_proj.weight.fill_(1.0)
+    yield lambda: Patcher().apply(model)
+    stock.load_state_dict(original_state_dict(model))
+    assert type(stock.copied) is LlamaMLP
+    assert stock.copied.up_proj.weight.eq(1.0).all()
 
 
 @advice("Load it again with patcher=...")

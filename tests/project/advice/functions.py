@@ -29,6 +29,9 @@ def made(patcher: Patcher) -> Any:
     return TinyModel._from_config(TinyConfig(), patcher=patcher)
 
 
+modeling_llama_half = modeling_llama.rotate_half
+
+
 def instead(said: str, cls: type[nn.Module]) -> Patcher:
     """The patcher that an error advises: another class in the place of one that it names."""
     name, field = written_words(said)
@@ -45,7 +48,7 @@ class LatePart(Part):
         return tripled(self.linear(x) + self.offset)
 
 
-@advice("function_mapping: {} can't be replaced for {} alone: {}. Replace {} as a whole instead, with class_mapping.")
+@advice("Replace {} as a whole instead, with class_mapping.")
 def a_function_in_a_table(at: Place) -> Steps:
     said = yield lambda: made(Patcher(function_mapping={"late": tripled}))
     assert torch.equal(made(instead(said, LatePart))(ONES), 3 * made(Patcher())(ONES))
@@ -105,7 +108,7 @@ class Beginning(TinyModel):
         self.first = 15.0
 
 
-@advice("function_mapping: {} can't be replaced for {} alone: {}. Replace {} as a whole instead, with class_mapping.")
+@advice("Replace {} as a whole instead, with class_mapping.")
 def a_function_that_the_model_calls_first_of_all(at: Place) -> Steps:
     said = yield lambda: made(Patcher(function_mapping={"beginning": tripled}))
     assert torch.equal(made(instead(said, Beginning))(ONES), 3 * made(Patcher())(ONES))
@@ -114,6 +117,21 @@ def a_function_that_the_model_calls_first_of_all(at: Place) -> Steps:
 class NotFinal(nn.Module):
     def forward(self, x: Any) -> Any:
         return tripled(x)
+
+
+@advice(
+    "Register the hook on the result, one that calls your function; if an __init__ registers it, replace the class "
+    "that has the __init__ instead, with class_mapping."
+)
+def a_function_that_a_hook_calls(at: Place) -> Steps:
+    stock, patcher = load(at.llama), Patcher(function_mapping={"rotate_half": functions.counted_half})
+    handle = stock.lm_head.register_forward_hook(lambda module, args, output: modeling_llama_half(output))
+    expected = stock(torch.tensor([[3, 4]])).logits
+    yield lambda: patcher.apply(stock)
+    handle.remove()
+    patched = patcher.apply(stock)
+    patched.lm_head.register_forward_hook(lambda module, args, output: functions.counted_half(output))
+    assert torch.equal(patched(torch.tensor([[3, 4]])).logits, expected)
 
 
 @advice("no class can be derived from it ({}). Replace the class, with class_mapping.")
