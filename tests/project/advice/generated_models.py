@@ -108,7 +108,7 @@ def helper(name: str, and_then: str = "") -> str:
 #: what is advised, a module that a file can't be made of, and one that does what the message says
 MODULES = {
     "a_name_of_the_original": (
-        "{} uses {}, and {} has another {}. Give the one in {} a name of its own.",
+        "{} uses {}, and {} another {}. Give the one in {} a name of its own.",
         MINE.format(above=helper("repeat_kv"), function="repeat_kv"),
         MINE.format(above=helper("repeated"), function="repeated"),
     ),
