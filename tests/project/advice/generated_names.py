@@ -40,6 +40,12 @@ case_of(
     "{}: {} adds {}, which is already a helper, added at {}. Rename one.",
     ([('pass")\nconfig.add_helper("def f', 'pass")\nconfig.add_helper("def g')], lambda file: file.f is not file.g),
 )
+case_of(
+    "excluded_but_patch_uses_it",
+    "keep it, or bind it another way: the config leaves it out",
+    ([('config.exclude_from_output("g")\n', "")], lambda file: file.f(2) == 1),
+    ([('t("g")\n', 't("g")\nconfig.add_helper("def g(x): return 7")\n')], lambda file: file.f(2) == 7),
+)
 
 #: what may bind a name in a modeling file, and can be left out of it
 BINDING = {
