@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -19,6 +20,7 @@ import transformers
 from huggingface_hub import HfApi, ModelCardData, snapshot_download
 from huggingface_hub.repocard import metadata_load
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_imports
 
 from patcher.checkpoints.headers import is_default
 from patcher.checkpoints.model_classes import config_of, model_class_of
@@ -92,7 +94,7 @@ def export(
     push_to_hub: str = "",
     **places: Any,
 ) -> Exported:
-    """Write a folder from which a patched model can be loaded with torch and transformers alone.
+    """Write a folder from which a patched model can be loaded without this package.
 
     >>> import tempfile, patcher
     >>> from pathlib import Path
@@ -247,6 +249,9 @@ def _changes(generated: Generated) -> tuple[str, ...]:
     for helper in generated.config.helpers:
         about = ast.get_docstring(helper.source.tree()) or ""
         texts.append(f"add `{helper.source.name}`" + (f": {about.splitlines()[0]}" if about else ""))
+    packages = {statement.module.partition(".")[0] for statement in generated.config.imports}
+    for package in sorted(packages - {"torch", "transformers", *sys.stdlib_module_names}):
+        texts.append(f"import `{package}`, which has to be installed wherever this is loaded")
     return tuple(texts)
 
 
@@ -258,13 +263,14 @@ def _card(exported: Exported, model: str, source: Path, patcher: Patcher, code: 
     metadata = ModelCardData(library_name="transformers", **kept)
     auto_class = next((name for name in exported.auto_map if name != "AutoModel"), "AutoModel")
     changes = "\n".join(f"- {change}" for change in exported.changes)
+    *packages, last = sorted({*get_imports(exported.folder / exported.modeling_file)} - sys.stdlib_module_names)
     return f"""\
 ---
 {metadata.to_yaml()}
 ---
 
 The weights of {f"`{model}`" if is_repo else "the original model"}, byte for byte, with other modeling code. It needs \
-torch and transformers.
+{", ".join(packages)} and {last}.
 
 ```python
 from transformers import {auto_class}
