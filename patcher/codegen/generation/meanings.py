@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from patcher.codegen.generation.draft import Draft
@@ -52,41 +53,38 @@ def _rebound(item: Patch | Helper, source: Source, is_own: set[str], draft: Draf
     for name in sorted(free_names(source.text, known) & known - {source.name, *dict(item.name_map)} - is_own):
         bound_there = [parameters[name]] if name in parameters else []
         nodes: Any = next(filter(None, (find(scope, name) for scope in scopes)), bound_there)
-        in_file = find(draft.text.tree, name) if name in draft.bound else []
-        if not nodes or not (in_file or hasattr(builtins, name)):
-            continue
-        if not _is_same(name, nodes, home, in_file, draft):
+        is_in_file = name in draft.bound or hasattr(builtins, name)
+        if nodes and is_in_file and not _is_same(name, nodes, home, draft):
             yield name, Location(source.file, nodes[0].lineno)
 
 
 def _is_same(
-    name: str,
-    nodes: Sequence[Any],
-    home: ast.Module,
-    in_file: Sequence[Any],
-    draft: Draft,
-    seen: frozenset[str] = frozenset(),
+    name: str, nodes: Sequence[Any], home: ast.Module, draft: Draft, seen: frozenset[str] = frozenset()
 ) -> bool:
     """Whether what binds a name around a patch binds what the original has by that name, as far as texts tell."""
+    in_file = find(draft.text.tree, name) if name in draft.bound else []
+    if not in_file or all(map(_is_stub, nodes)):
+        return name in draft.bound
     origins, origins_in_file = ({_origin(node, name) for node in group} for group in (nodes, in_file))
-    if not origins - {""}:
-        if in_file and all(map(_is_stub, nodes)):
-            return True
-        if fingerprint(nodes) != fingerprint(in_file):
-            return False
-        tree, seen = draft.text.tree, seen | {name}
+    if origins == {""}:
+        seen |= {name}
         definitions = (node for node in nodes if isinstance(node, Definition))
-        used = {name for node in definitions for name in free_names(ast.unparse(node))} - seen
-        pairs = ((name, find(home, name), find(tree, name)) for name in used)
-        return all(_is_same(name, ours, home, theirs, draft, seen) for name, ours, theirs in pairs if ours and theirs)
-    if origins_in_file - {""}:
-        return bool(origins & origins_in_file)
+        used = {name for node in definitions for name in free_names(ast.unparse(node))} & draft.bound - seen
+        others = ((name, find(home, name)) for name in used)
+        return fingerprint(nodes) == fingerprint(in_file) and all(
+            _is_same(name, bound_there, home, draft, seen) for name, bound_there in others if bound_there
+        )
+    if origins_in_file != {""}:
+        return bool(origins & origins_in_file - {""})
     for node in nodes:
-        module = node.module if isinstance(node, ast.ImportFrom) and not node.level else ""
-        other = _tree_of(module) if in_file and module and module != draft.source.name else None
-        if other is not None and (defined := find(other, name)):
-            return _is_same(name, defined, other, in_file, draft, seen)
-    return bool(in_file) and name in origins
+        module = node.module or "" if isinstance(node, ast.ImportFrom) and not node.level else ""
+        if module in ("", draft.source.name):
+            continue
+        with suppress(CodegenError, SyntaxError):  # of modules without a source in Python
+            tree = parsed(load(module, draft.config.where).text)
+            if defined := find(tree, name):
+                return _is_same(name, defined, tree, draft, seen)
+    return name in origins
 
 
 def _is_stub(node: Any) -> bool:
@@ -94,14 +92,6 @@ def _is_stub(node: Any) -> bool:
     body = getattr(node, "body", ())
     values = [getattr(part, "value", None) if isinstance(part, ast.Expr) else part for part in body]
     return bool(body) and all(isinstance(value, ast.Pass | ast.Constant) for value in values)
-
-
-def _tree_of(module: str) -> ast.Module | None:
-    """Return the syntax tree of a module, None without a source in Python."""
-    try:
-        return parsed(load(module, Location("", 0)).text)
-    except (CodegenError, SyntaxError):
-        return None
 
 
 def _origin(node: Any, name: str) -> str:
