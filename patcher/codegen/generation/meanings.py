@@ -13,7 +13,7 @@ from patcher.codegen.spec import Helper, Patch
 from patcher.errors import CodegenError
 from patcher.source.definitions import find, fingerprint
 from patcher.source.modules import load
-from patcher.source.reading import Location, Source, file_tree, parsed
+from patcher.source.reading import Location, Source, file_tree, is_of_config, parsed
 from patcher.source.scopes import Definition, bound_name, bound_names, free_names, statements_of
 
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
@@ -50,7 +50,10 @@ def _rebound(item: Patch | Helper, source: Source, is_own: set[str], draft: Draf
     parameters = {part.arg: part for node in around for part in ast.walk(node.args) if isinstance(part, ast.arg)}
     scopes = [*(ast.Module(node.body, []) for node in reversed(around)), home]  # the innermost function first
     known = parameters.keys() | {name for scope in scopes for name in bound_names(scope)}
-    for name in sorted(free_names(source.text, known) & known - {source.name, *dict(item.name_map)} - is_own):
+    decorators = filter(is_of_config, source.tree().decorator_list)
+    in_decorators = {name for decorator in decorators for name in free_names(ast.unparse(decorator))}
+    skipped = {source.name, *dict(item.name_map), *in_decorators, *is_own}
+    for name in sorted(free_names(source.text, known) & known - skipped):
         bound_there = [parameters[name]] if name in parameters else []
         nodes: Any = next(filter(None, (find(scope, name) for scope in scopes)), bound_there)
         is_in_file = name in draft.bound or hasattr(builtins, name)
@@ -71,7 +74,8 @@ def _is_same(
         definitions = (node for node in nodes if isinstance(node, Definition))
         used = {name for node in definitions for name in free_names(ast.unparse(node))} & draft.bound - seen
         others = ((name, find(home, name)) for name in used)
-        return fingerprint(nodes) == fingerprint(in_file) and all(
+        values, in_file = ([getattr(node, "value", node) for node in group] for group in (nodes, in_file))
+        return fingerprint(values) == fingerprint(in_file) and all(
             _is_same(name, bound_there, home, draft, seen) for name, bound_there in others if bound_there
         )
     if origins_in_file != {""}:
