@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming
-from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP, LlamaRMSNorm
 
 from patcher import CodegenError, Patcher, UnmatchedPatchError, report
 from patcher.codegen import PatchConfig, generate
@@ -405,6 +405,12 @@ def clashing() -> type[nn.Module]:
     return Clashes
 
 
+class BuildingLayer(LlamaDecoderLayer):
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.mlp = LlamaMLP(config)
+
+
 def scaled(cls: type[nn.Module], factor: float) -> type[nn.Module]:
     class Scaled(cls):  # type: ignore[misc,valid-type]
         def forward(self, x: Any) -> Any:
@@ -445,6 +451,10 @@ ERRORS: dict[str, tuple[Patcher, str]] = {
         "uses 'unnamed', <object object .*>, which can't be written as text",
     ),
     "a name of the module with another meaning": (Patcher({"LlamaMLP": clashing()}), "has another 'repeat_kv'"),
+    "a class that is replaced as well": (
+        Patcher({"LlamaDecoderLayer": BuildingLayer, "LlamaMLP": InheritingMLP}),
+        "BuildingLayer, uses LlamaMLP, which the patcher replaces: this code has the class of transformers.*at a load",
+    ),
     "one name for two values": (
         Patcher({"LlamaMLP": scaled(LlamaMLP, 2.0), "LlamaRMSNorm": scaled(LlamaRMSNorm, 3.0)}),
         "uses 'factor', and another replacement uses another 'factor'. Give the one in .* a name of its own",

@@ -46,6 +46,15 @@ class Dependencies:
         # Missing names are reported by the generator.
         known = sorted(names & namespace.keys())
         renamed = {name: self._add_name(name, namespace[name], namespace, source, call) for name in known}
+        for name, new in renamed.items():
+            stock = vars(self.original).get(new) if new in self.targets.values() else None
+            is_other = new != self.targets.get(obj) and isinstance(stock, type)
+            if is_other and unrebound(namespace[name]) is stock:
+                raise self.config.error(
+                    f"{call} uses {name}, which the patcher replaces: this code has the class of "
+                    f"{self.original.__name__} at a load, and would have the replacement in a file. If that one is "
+                    "meant, use it by its own name; if not, load with the patcher itself."
+                )
         return {name: new for name, new in renamed.items() if new != name}
 
     def define(self, obj: Any, call: str = "from_patcher()") -> None:

@@ -125,6 +125,33 @@ MODULES = {
 }
 
 
+BUILDING = """
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
+
+
+class MLP(LlamaMLP):
+    pass
+
+
+class Layer(LlamaDecoderLayer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.mlp = {built}(config)
+"""
+
+
+@advice("If that one is meant, use it by its own name; if not, load with the patcher itself.")
+def a_class_that_is_replaced_as_well(at: Place) -> Steps:
+    for built in ("LlamaMLP", "MLP"):
+        with own_module(at, BUILDING.format(built=built)) as module:
+            patcher = Patcher({"LlamaDecoderLayer": module.Layer, "LlamaMLP": module.MLP})
+            if built == "LlamaMLP":
+                yield lambda patcher=patcher: file_of(patcher)  # type: ignore[misc]
+            else:
+                assert arrives(at, patcher)
+            assert same(load(at.llama, patcher), at.llama)
+
+
 def module_case(name: str, text: str, wrong: str, right: str) -> None:
     @advice(text, name=name)
     def steps(at: Place) -> Steps:
