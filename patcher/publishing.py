@@ -251,7 +251,7 @@ def _changes(generated: Generated) -> tuple[str, ...]:
         texts.append(f"add `{helper.source.name}`" + (f": {about.splitlines()[0]}" if about else ""))
     packages = {statement.module.partition(".")[0] for statement in generated.config.imports}
     for package in sorted(packages - {"torch", "transformers", *sys.stdlib_module_names}):
-        texts.append(f"import `{package}`, a package that each load requires")
+        texts.append(f"the package `{package}`, without which it isn't loaded")
     return tuple(texts)
 
 

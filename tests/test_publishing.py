@@ -187,7 +187,7 @@ def test_packages_that_only_deepspeed_needs_are_not_required(tmp_path: Path) -> 
 def test_packages_that_a_class_imports_are_told(original: Path, tmp_path: Path) -> None:
     """A load with `trust_remote_code` fails where one of them isn't installed."""
     exported = patcher.export(original, Patcher({"LlamaMLP": HelpedMLP}), tmp_path / "own", quick=True)
-    assert "import `tests`, a package that each load requires" in exported.changes
+    assert "the package `tests`, without which it isn't loaded" in exported.changes
     assert "It needs tests, torch and transformers." in (exported.folder / "README.md").read_text()
 
 
