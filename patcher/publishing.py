@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -28,7 +29,6 @@ from patcher.compat.models import class_in
 from patcher.display.parts import Cell, Notes, Part, Table
 from patcher.display.shown import Displayable
 from patcher.errors import CodegenError, InvalidPatcherError, VerificationError
-from patcher.source.modules import SourceModule
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
 from patcher.verification.verify import Verification, compare
@@ -92,7 +92,7 @@ def export(
     push_to_hub: str = "",
     **places: Any,
 ) -> Exported:
-    """Write a folder from which a patched model can be loaded with torch and transformers alone.
+    """Write a folder from which a patched model can be loaded without this package.
 
     >>> import tempfile, patcher
     >>> from pathlib import Path
@@ -154,7 +154,7 @@ def export(
                     + "\n  ".join(verification.failures)
                 )
         exported = Exported(target, generated.config.target_file, auto_map, changes, (), verification)
-        card = _card(exported, str(model), source, patcher, generated.source, push_to_hub or target.name)
+        card = _card(exported, str(model), source, patcher, generated, push_to_hub or target.name)
         (target / "README.md").write_text(card, "utf-8")
         if push_to_hub:
             api = HfApi(token=places.get("token"))
@@ -247,10 +247,17 @@ def _changes(generated: Generated) -> tuple[str, ...]:
     for helper in generated.config.helpers:
         about = ast.get_docstring(helper.source.tree()) or ""
         texts.append(f"add `{helper.source.name}`" + (f": {about.splitlines()[0]}" if about else ""))
+    texts += [f"the package `{package}`, without which it isn't loaded" for package in _packages(generated)]
     return tuple(texts)
 
 
-def _card(exported: Exported, model: str, source: Path, patcher: Patcher, code: SourceModule, repo: str) -> str:
+def _packages(generated: Generated) -> list[str]:
+    """Return the packages besides torch and transformers that the patches import."""
+    packages = {statement.module.partition(".")[0] for statement in generated.config.imports}
+    return sorted(packages - {"torch", "transformers", *sys.stdlib_module_names})
+
+
+def _card(exported: Exported, model: str, source: Path, patcher: Patcher, generated: Generated, repo: str) -> str:
     readme, is_repo = source / "README.md", not Path(model).is_dir()
     original = (metadata_load(readme) if readme.is_file() else None) or {}
     original |= {"base_model": model} if is_repo else {}
@@ -258,13 +265,15 @@ def _card(exported: Exported, model: str, source: Path, patcher: Patcher, code: 
     metadata = ModelCardData(library_name="transformers", **kept)
     auto_class = next((name for name in exported.auto_map if name != "AutoModel"), "AutoModel")
     changes = "\n".join(f"- {change}" for change in exported.changes)
+    *packages, last = [*_packages(generated), "torch", "transformers"]
+    code = generated.source
     return f"""\
 ---
 {metadata.to_yaml()}
 ---
 
 The weights of {f"`{model}`" if is_repo else "the original model"}, byte for byte, with other modeling code. It needs \
-torch and transformers.
+{", ".join(packages)} and {last}.
 
 ```python
 from transformers import {auto_class}

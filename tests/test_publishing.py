@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import patcher
 from patcher import CodegenError, InvalidPatcherError, Patcher, VerificationError
 from patcher.cli import app
-from tests.support import fresh, shared, tiny
+from tests.support import fresh, replaced_elsewhere, shared, tiny
 from tests.support.checkpoints import same_checkpoint
 from tests.support.comparing import logits
 from tests.support.hub_uploads import taking_uploads
@@ -39,6 +39,13 @@ class OwnMLP(LlamaMLP):
 class WrongMLP(LlamaMLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.gate_proj(x) * self.up_proj(x))
+
+
+class HelpedMLP(LlamaMLP):
+    """Uses another package."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return replaced_elsewhere.halved(2 * super().forward(x))
 
 
 MLP = Patcher({"LlamaMLP": OwnMLP})
@@ -175,6 +182,13 @@ def test_packages_that_only_deepspeed_needs_are_not_required(tmp_path: Path) -> 
     assert "deepspeed" not in get_imports(exported.folder / exported.modeling_file)
     model = transformers.AutoModelForMaskedLM.from_pretrained(exported.folder, trust_remote_code=True)
     assert hasattr(model.distilbert.transformer.layer[0].attention, "qkv_proj")
+
+
+def test_packages_that_a_class_imports_are_told(original: Path, tmp_path: Path) -> None:
+    """A load with `trust_remote_code` fails where one of them isn't installed."""
+    exported = patcher.export(original, Patcher({"LlamaMLP": HelpedMLP}), tmp_path / "own", quick=True)
+    assert "the package `tests`, without which it isn't loaded" in exported.changes
+    assert "It needs tests, torch and transformers." in (exported.folder / "README.md").read_text()
 
 
 def test_auto_classes_that_load_a_part_are_left_to_transformers(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ class PatchConfig(PatchSpec):
             target: the method.
             replacement: the function, or its text; without it, the call is a decorator.
             description: the reason.
-            name_map: names to write differently, `{"OldMLP": "NewMLP"}`.
+            name_map: names to write differently, `{"OldMLP": "NewMLP"}`; `{"MLP": "MLP"}` is the file's own `MLP`.
             keep_decorators: keep the original's decorators in front of the replacement's own.
             new: True if the class has no such method. Needed only if it has one with a similar name.
         """
@@ -304,7 +304,7 @@ class PatchConfig(PatchSpec):
 
 
 def _renamed_words(name_map: NameMap, source: Source, call: str, where: Location) -> tuple[tuple[str, str], ...]:
-    """Return the names in a source that a `name_map` changes, each with its new name."""
+    """Return the names in a source that a `name_map` has, each with its new name, which may be the same."""
     pairs = sorted((name_map or {}).items(), key=lambda pair: -len(pair[0]))  # the longest matching key wins
     for name in (name for pair in pairs for name in pair):
         if not name.isidentifier():
@@ -314,7 +314,7 @@ def _renamed_words(name_map: NameMap, source: Source, call: str, where: Location
     renamed = {}
     for word in set(re.findall(r"[^\W\d]\w*", source.text)):
         for old, new in pairs:
-            if (new_word := _renamed(word, old, new)) != word:
+            if (new_word := _renamed(word, old, new)) != word or word == old:
                 renamed[word] = new_word
                 break
     return tuple(sorted(renamed.items()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import PurePath
@@ -226,6 +226,11 @@ class Import:
         line = f"from {self.module} import {', '.join(names)}"
         return [line] if len(line) <= WIDTH else import_by_line(self.module, names)
 
+    @property
+    def call(self) -> str:
+        """What messages call it."""
+        return f"add_import({self.module!r})"
+
     def bound(self) -> dict[str, tuple[str, str]]:
         """Return the names that the statement binds, each with the module and the name in it."""
         if self.names:
@@ -259,6 +264,10 @@ class Helper:
         """Its text."""
         return self.source.text
 
+    def bound(self) -> Collection[str]:
+        """Return the name that it binds."""
+        return [self.__name__]
+
     @classmethod
     def of(cls, obj: Any, after: str = "") -> Helper:
         """Return the helper for a class or function, for the text of one, or of another config."""
@@ -279,6 +288,10 @@ class Block:
     call = "the text given to add_post_import_block"
     source = None
     name_map = ()
+
+    def bound(self) -> Collection[str]:
+        """Return the names that it binds."""
+        return bound_names(ast.parse(self.code))
 
     @classmethod
     def of(cls, block: Block | str) -> Block:
@@ -431,9 +444,7 @@ class PatchSpec:
 
     def added_names(self) -> set[str]:
         """Return the names that helpers, imports and blocks bind."""
-        names = {helper.__name__ for helper in self.helpers}
-        names.update(name for statement in self.imports for name in statement.bound())
-        return names.union(*(bound_names(ast.parse(block.code)) for block in self.blocks))
+        return {name for item in (*self.helpers, *self.imports, *self.blocks) for name in item.bound()}
 
 
 def _assign(records: Any, items: Any) -> None:

@@ -31,7 +31,8 @@ def renaming(
     Raises:
         CodegenError: if the code has a variable of the same name as what is renamed, or of its new name.
     """
-    if not any(re.search(rf"\b{name}\b", text.text) for name in names):
+    names = {name: new for name, new in names.items() if new != name and re.search(rf"\b{name}\b", text.text)}
+    if not names:
         return []
     statements = text.tree.body if within is None else [within]
     nodes = [node for statement in statements for node in ast.walk(statement)]

@@ -7,7 +7,7 @@ import builtins
 import difflib
 import functools
 import symtable
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 _BUILTINS = frozenset(dir(builtins)) | {"__file__", "__name__", "__doc__", "__package__", "__spec__", "__path__"}
@@ -148,12 +148,12 @@ def undefined_names(text: str, tree: ast.Module) -> dict[str, int]:
     return dict(sorted(lines.items(), key=lambda item: (item[1], item[0])))
 
 
-def free_names(text: str) -> set[str]:
-    """Return the global names that a piece of code uses and doesn't bind."""
-    return _global_names(text) - bound_names(ast.parse(text)).keys()
+def free_names(text: str, around: Collection[str] = ()) -> set[str]:
+    """Return the global names that a piece of code uses and doesn't bind: no builtins but those bound `around` it."""
+    return _global_names(text, around) - bound_names(ast.parse(text)).keys()
 
 
-def _global_names(text: str) -> set[str]:
+def _global_names(text: str, around: Collection[str] = ()) -> set[str]:
     names, tables = set[str](), [symtable.symtable(text, "<text>", "exec")]
     for table in tables:
         is_module = table.get_type() == "module"
@@ -161,7 +161,7 @@ def _global_names(text: str) -> set[str]:
             if symbol.is_referenced() and (symbol.is_global() or (is_module and not symbol.is_assigned())):
                 names.add(symbol.get_name())
         tables += table.get_children()
-    return names - _BUILTINS
+    return names - _BUILTINS.difference(name for name in around if not name.startswith("__"))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

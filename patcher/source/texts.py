@@ -283,7 +283,9 @@ def removals(text: Text, removed: Collection[ast.stmt]) -> Iterator[Edit]:
             if following and following[0].lineno == place.node.end_lineno:
                 yield Edit(start, text.span(following[0])[0], "")
             else:
-                yield Edit(text.span(place.block[index - 1])[1], end, "")
+                line = place.node.lineno
+                kept = [node for node in place.block[:index] if node not in removed and node.end_lineno == line]
+                yield Edit(text.span(kept[-1])[1] if kept else start, end, "")
 
 
 def without(text: Text, elements: Sequence[Any], removed: Collection[Any], close: int) -> list[Edit]:

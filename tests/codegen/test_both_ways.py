@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming
-from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP, LlamaRMSNorm
 
 from patcher import CodegenError, Patcher, UnmatchedPatchError, report
 from patcher.codegen import PatchConfig, generate
@@ -22,7 +22,7 @@ from tests.codegen import every_kind
 from tests.codegen.unwritable import Halves, Unspeakable
 from tests.support import fresh, replaced_elsewhere, shared, tiny
 from tests.support.comparing import assert_equal_models, logits
-from tests.support.replaced_elsewhere import AdaptedMLP, InheritingMLP, JoinedMLP, NegatedMLP
+from tests.support.replaced_elsewhere import AdaptedMLP, InheritingMLP, JoinedMLP, NegatedMLP, SummingMLP
 from tests.support.sampling import sampled
 
 LLAMA = "transformers.models.llama.modeling_llama"
@@ -240,6 +240,7 @@ NEGATED = WeightConverter(
 
 PATCHERS: dict[str, tuple[str, Patcher]] = {
     "a class that inherits": ("llama", Patcher({"LlamaMLP": InheritingMLP})),
+    "a helper named like a builtin": ("llama", Patcher({"LlamaMLP": SummingMLP})),
     "a class of torch": ("llama", Patcher({"LlamaRMSNorm": nn.RMSNorm})),
     "one of several classes": (
         "llama",
@@ -260,6 +261,7 @@ PATCHERS: dict[str, tuple[str, Patcher]] = {
 
 IN_CI = {
     "a class that inherits",
+    "a helper named like a builtin",
     "an expression",
     "a conversion",
     "an operation of one's own",
@@ -403,6 +405,20 @@ def clashing() -> type[nn.Module]:
     return Clashes
 
 
+class BuildingLayer(LlamaDecoderLayer):
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.mlp = LlamaMLP(config)
+
+
+def scaled(cls: type[nn.Module], factor: float) -> type[nn.Module]:
+    class Scaled(cls):  # type: ignore[misc,valid-type]
+        def forward(self, x: Any) -> Any:
+            return super().forward(x) * factor
+
+    return Scaled
+
+
 ERRORS: dict[str, tuple[Patcher, str]] = {
     "a key of another module": (
         Patcher({"LlamaMPL": InheritingMLP}),
@@ -435,6 +451,14 @@ ERRORS: dict[str, tuple[Patcher, str]] = {
         "uses 'unnamed', <object object .*>, which can't be written as text",
     ),
     "a name of the module with another meaning": (Patcher({"LlamaMLP": clashing()}), "has another 'repeat_kv'"),
+    "a class that is replaced as well": (
+        Patcher({"LlamaDecoderLayer": BuildingLayer, "LlamaMLP": InheritingMLP}),
+        "BuildingLayer, uses LlamaMLP, which the patcher replaces: this code has the class of transformers.*at a load",
+    ),
+    "one name for two values": (
+        Patcher({"LlamaMLP": scaled(LlamaMLP, 2.0), "LlamaRMSNorm": scaled(LlamaRMSNorm, 3.0)}),
+        "uses 'factor', and another replacement uses another 'factor'. Give the one in .* a name of its own",
+    ),
 }
 
 

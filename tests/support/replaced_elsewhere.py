@@ -29,6 +29,16 @@ class InheritingMLP(Base):
         return doubled(super().forward(x)) * mathematics.exp(0.0)
 
 
+def sum(x: torch.Tensor) -> torch.Tensor:  # noqa: A001
+    """A helper with the name of a builtin."""
+    return x + x.sum(-1, keepdim=True)
+
+
+class SummingMLP(Base):
+    def forward(self, x):
+        return sum(super().forward(x))
+
+
 class JoinedMLP(nn.Module):
     """gate and up as one, as a user would write it."""
 

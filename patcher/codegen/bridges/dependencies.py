@@ -37,25 +37,36 @@ class Dependencies:
     original: types.ModuleType
     targets: Mapping[Any, str]
     _added: dict[str, Any] = field(default_factory=dict)
+    _constants: set[str] = field(default_factory=set)  # with values of this file, whatever the copied code has
 
     def add(self, obj: Any, call: str) -> dict[str, str]:
         """Add the dependencies of a class or function, and return the names that it has to write differently."""
         source, namespace = read_source(obj, call, self.config.where), _namespace(obj)
-        names = free_names(source.text) - {source.name}
+        names = free_names(source.text, namespace) - {source.name}
         # Missing names are reported by the generator.
-        known = [name for name in sorted(names & namespace.keys()) if not hasattr(builtins, name)]
+        known = sorted(names & namespace.keys())
         renamed = {name: self._add_name(name, namespace[name], namespace, source, call) for name in known}
+        for name, new in renamed.items():
+            stock = vars(self.original).get(new) if new in self.targets.values() else None
+            is_other = new != self.targets.get(obj) and isinstance(stock, type)
+            if is_other and unrebound(namespace[name]) is stock:
+                raise self.config.error(
+                    f"{call} uses {name}, which the patcher replaces: this code has the class of "
+                    f"{self.original.__name__} at a load, and would have the replacement in a file. If that one is "
+                    "meant, use it by its own name; if not, load with the patcher itself."
+                )
         return {name: new for name, new in renamed.items() if new != name}
 
     def define(self, obj: Any, call: str = "from_patcher()") -> None:
         """Add a class or a function, unless the file has it."""
-        if not self._is_known(obj.__name__, obj):
+        if not self._is_known(obj.__name__, obj, call):
             self._added[obj.__name__] = obj
             self._add_definition(obj.__name__, obj, "", call)
 
     def add_constants(self, values: Mapping[str, Any], description: str) -> None:
         """Add constants that copied code uses."""
         self._added.update(values)
+        self._constants.update(values)
         lines = [f"{name} = {value!r}".replace("'", '"') for name, value in values.items()]
         self.config.add_post_import_block("\n".join(lines), description)
 
@@ -69,13 +80,8 @@ class Dependencies:
         module = getattr(value, "__module__", None)
         if module == self.original.__name__ and vars(self.original).get(own_name) is value:
             return own_name
-        if self._is_known(name, value):
+        if self._is_known(name, value, call, source.file):
             return name
-        if name in vars(self.original):
-            raise self.config.error(
-                f"{call} uses {name!r}, and {self.original.__name__} has another {name!r}. "
-                f"Give the one in {source.file or 'the replacement'} a name of its own."
-            )
         self._added[name] = value
         tree = file_tree(source.file)
         imported = imported_names(tree).get(name)
@@ -92,8 +98,19 @@ class Dependencies:
             self._add_definition(name, value, str(namespace.get("__name__", "")), call)
         return name
 
-    def _is_known(self, name: str, value: Any) -> bool:
-        return name in self._added or vars(self.original).get(name, self._added) is value
+    def _is_known(self, name: str, value: Any, call: str, file: str = "") -> bool:
+        """Whether the file has this value by this name; raises a CodegenError if it has another one."""
+        names = vars(self.original) | self._added
+        if name not in names:
+            return False
+        known = names[name]
+        if name in self._constants or known is value or (_is_literal(value) and repr(known) == repr(value)):
+            return True
+        owner = "another replacement uses" if name in self._added else f"{self.original.__name__} has"
+        raise self.config.error(
+            f"{call} uses {name!r}, and {owner} another {name!r}. "
+            f"Give the one in {file or 'the replacement'} a name of its own."
+        )
 
     def _add_definition(self, name: str, value: Any, module: str, call: str) -> None:
         """Add a class, a function or a constant of the replacement's own module, or one from elsewhere."""
@@ -111,11 +128,7 @@ class Dependencies:
                 )
             self.config.add_helper(inner, name_map=name_map)
             return
-        try:
-            is_literal = ast.literal_eval(repr(value)) == value
-        except (ValueError, SyntaxError):
-            is_literal = False
-        if is_literal:
+        if _is_literal(value):
             self.config.add_post_import_block(f"{name} = {value!r}")
         elif module and module != "__main__" and vars(sys.modules.get(module, builtins)).get(name) is value:
             self.config.add_import(module, names=[name])
@@ -142,6 +155,13 @@ def _namespace(obj: Any) -> dict[str, Any]:
             if isinstance(expression, ast.Name):
                 namespace.setdefault(expression.id, base)
     return namespace
+
+
+def _is_literal(value: Any) -> bool:
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError):
+        return False
 
 
 def _is_local(obj: Any) -> bool:

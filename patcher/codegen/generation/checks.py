@@ -98,6 +98,8 @@ def _remedy(name: str, file: str, original: ast.Module) -> str:
     if imported is not None and imported.module and not imported.level:
         word = f"{imported.attribute} as {imported.alias}" if imported.alias else imported.attribute
         return f"add config.add_import({imported.module!r}, names=[{word!r}])"
+    if line is None and name in bound_names(original):
+        return "keep it, or bind it another way: the config leaves it out"
     if line is None:
         ways = "import it with config.add_import, or add it with config.add_helper or config.add_post_import_block"
         return f"{ways}. {nearest(name, bound_names(original))}"

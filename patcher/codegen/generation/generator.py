@@ -10,6 +10,7 @@ from patcher.codegen.generation.checks import check_names, warn_of_decorators
 from patcher.codegen.generation.definitions import ClassEdit, replace_definition
 from patcher.codegen.generation.draft import Draft
 from patcher.codegen.generation.header import changes_of, render_header, without_banner
+from patcher.codegen.generation.meanings import check_meanings
 from patcher.codegen.generation.stock_conversions import with_stock_conversions
 from patcher.codegen.generation.surroundings import (
     absolute_imports,
@@ -84,6 +85,7 @@ def build(config: PatchSpec) -> Generated:
     if draft.edits:
         text, orphans = without_orphans(config, text, original)
         check_names(draft, text)
+        check_meanings(draft)
     warn_of_decorators(draft)
     text, methods = with_stock_conversions(draft, text)
     changes = changes_of(config, patches, draft.header_fingerprints, orphans, methods)

@@ -226,7 +226,7 @@ def added_imports(draft: Draft) -> list[Import]:
                     fresh.append(name)  # `import a.b` in addition to `import a`
             elif name in draft.bound:
                 raise CodegenError(
-                    f"{statement.where}: add_import({statement.module!r}) binds {name!r}, which "
+                    f"{statement.where}: {statement.call} binds {name!r}, which "
                     f"{config.source_module} already binds. Give it an alias{draft.or_without(name)}."
                 )
             else:
@@ -342,7 +342,7 @@ def _separated(groups: Sequence[Sequence[str]], following: ast.stmt | None, draf
 
 def _check_blocks(draft: Draft, following: Sequence[ast.stmt]) -> None:
     """Raise a CodegenError if the following statements rebind a name of a block."""
-    bound = [(block, name) for block in draft.config.blocks for name in bound_names(ast.parse(block.code))]
+    bound = [(block, name) for block in draft.config.blocks for name in block.bound()]
     left_out = {*draft.config.dropped, *draft.config.excluded}
     rebound = bound_names(ast.Module([*following], [])).keys() - left_out if bound else set()
     for block, name in bound:

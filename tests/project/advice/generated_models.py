@@ -108,7 +108,7 @@ def helper(name: str, and_then: str = "") -> str:
 #: what is advised, a module that a file can't be made of, and one that does what the message says
 MODULES = {
     "a_name_of_the_original": (
-        "{} uses {}, and {} has another {}. Give the one in {} a name of its own.",
+        "{} uses {}, and {} another {}. Give the one in {} a name of its own.",
         MINE.format(above=helper("repeat_kv"), function="repeat_kv"),
         MINE.format(above=helper("repeated"), function="repeated"),
     ),
@@ -123,6 +123,33 @@ MODULES = {
         MINE.format(above="keep = functools.partial(torch.mul, other=1.0)", function="keep"),
     ),
 }
+
+
+BUILDING = """
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
+
+
+class MLP(LlamaMLP):
+    pass
+
+
+class Layer(LlamaDecoderLayer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.mlp = {built}(config)
+"""
+
+
+@advice("If that one is meant, use it by its own name; if not, load with the patcher itself.")
+def a_class_that_is_replaced_as_well(at: Place) -> Steps:
+    for built in ("LlamaMLP", "MLP"):
+        with own_module(at, BUILDING.format(built=built)) as module:
+            patcher = Patcher({"LlamaDecoderLayer": module.Layer, "LlamaMLP": module.MLP})
+            if built == "LlamaMLP":
+                yield lambda patcher=patcher: file_of(patcher)  # type: ignore[misc]
+            else:
+                assert arrives(at, patcher)
+            assert same(load(at.llama, patcher), at.llama)
 
 
 def module_case(name: str, text: str, wrong: str, right: str) -> None:

@@ -40,6 +40,12 @@ case_of(
     "{}: {} adds {}, which is already a helper, added at {}. Rename one.",
     ([('pass")\nconfig.add_helper("def f', 'pass")\nconfig.add_helper("def g')], lambda file: file.f is not file.g),
 )
+case_of(
+    "excluded_but_patch_uses_it",
+    "keep it, or bind it another way: the config leaves it out",
+    ([('config.exclude_from_output("g")\n', "")], lambda file: file.f(2) == 1),
+    ([('t("g")\n', 't("g")\nconfig.add_helper("def g(x): return 7")\n')], lambda file: file.f(2) == 7),
+)
 
 #: what may bind a name in a modeling file, and can be left out of it
 BINDING = {
@@ -256,3 +262,37 @@ case_of(
     ([('"LIMIT = 4"', '"OTHER = 4"')], lambda file: file.f(9) == 3 and file.OTHER == 4),
     ([('")', '")\nconfig.exclude_from_output("LIMIT")')], lambda file: file.f(9) == math.pi and file.LIMIT == 4),
 )
+
+
+@advice(
+    "and {} {}. If that one is meant, write name_map={{}: {}}; if not, give the first another name, there or by "
+    "name_map."
+)
+def a_name_that_means_something_else(at: Place) -> Steps:
+    for code, (in_file, in_config) in {
+        "pi = 4\n": (3, 4),
+        "def pi(): return 4\n": (3, None),
+        "from math import e as pi\n": (3, math.e),
+        "from math import pow as pow\n": (pow, math.pow),
+    }.items():
+        name = "pow" if "pow" in code else "pi"
+        patch = f"@config.replace_function('f')\ndef f(): return {name}\n"
+        case = a_case("pi = 3\n\n\ndef f(): return 0\n", code + patch)
+        said = yield lambda case=case: made(at, case)  # type: ignore[misc]
+        (written,) = re.findall(r"name_map=\{.*?\}", said)
+        assert made(at, case, edited(code + patch, ("'f'", f"'f', {written}"))).f() == in_file
+        renamed = re.sub(rf"\b{name}\b(?! as)", "other", code)
+        bound = f"config.add_post_import_block({renamed!r})\n"
+        mapped = edited(patch, ("'f'", f"'f', name_map={{{name!r}: 'other'}}"))
+        for followed in (renamed + bound + edited(patch, (name, "other")), code + bound + mapped):
+            value = made(at, case, followed).f()
+            assert value == in_config or value() == 4
+
+
+@advice("{}: {} binds {}, which {} uses and has from {}. Give it another name.")
+def a_builtin_that_is_bound(at: Place) -> Steps:
+    for source in ("def f(x): return floor(x)\n", "from math import *\n\n\ndef f(x): return floor(x)\n"):
+        name = "floor" if "*" in source else "max"
+        case = a_case(source.replace("floor", name), f"config.add_import('operator', names=['index as {name}'])\n")
+        yield lambda case=case: made(at, case)  # type: ignore[misc]
+        assert made(at, case, edited(case.config, (f"as {name}", "as other"))).other(3) == 3
