@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import CodeType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
 
 #: The attributes of a bare module.
 TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
+_HOOKS = sorted(name for name in TORCH_ATTRIBUTES if name.endswith("_hooks"))
 
-#: Types of objects that refer to no tensors and functions, or to everything in the process.
-_LEAVES = (bool, int, float, complex, str, bytes, type(None), range, slice, torch.dtype, torch.device, torch.Size)
-_LEAVES += (logging.Logger, ModuleType, CodeType, GeneratorType, PretrainedConfig)  # type: ignore[assignment]
-
-
-def attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the plain attributes of a module that may refer to tensors or functions."""
-    for name, value in vars(module).items():
-        if name not in TORCH_ATTRIBUTES and not isinstance(value, _LEAVES):
-            yield name, value
+#: Types of objects that refer to no tensors and functions, or to everything in the process. Configs are first: a check
+#: for another type would call `__getattribute__` of theirs.
+_LEAVES: tuple[type, ...] = (PretrainedConfig, GenerationConfig, bool, int, float, complex, str, bytes, type(None))
+_LEAVES += (range, slice, torch.dtype, torch.device, torch.Size, logging.Logger, ModuleType, CodeType, GeneratorType)
 
 
-def hooks_of(module: nn.Module) -> Iterator[tuple[str, dict[int, Any]]]:
-    """Yield the names and the tables of the hooks that a module has."""
-    for name, value in vars(module).items():
-        if name.endswith("_hooks") and name in TORCH_ATTRIBUTES and value:
-            yield name, value
+def attributes(module: nn.Module, *, hooks: bool = False) -> list[tuple[str, Any]]:
+    """Return the plain attributes of a module that may refer to tensors or functions, and its hooks if wanted."""
+    values = vars(module)
+    names = [name for name in values if name not in TORCH_ATTRIBUTES]
+    names += [name for name in _HOOKS if values[name]] if hooks else []
+    return [(name, value) for name in names if not isinstance(value := values[name], _LEAVES)]
 
 
 def parts_of(value: Any) -> list[Any]:
@@ -51,20 +47,20 @@ def parts_of(value: Any) -> list[Any]:
 
 def tensors_in(value: Any, is_known: Callable[[nn.Module], bool]) -> list[torch.Tensor]:
     """Return all tensors that an object refers to, except those of known modules."""
-    return [item for item in _objects_in(value, is_known) if isinstance(item, torch.Tensor)]
+    return [item for item in objects_in(value, is_known).values() if isinstance(item, torch.Tensor)]
 
 
-def _objects_in(value: Any, is_known: Callable[[nn.Module], bool]) -> Iterator[Any]:
-    """Yield the objects that an object refers to, and itself, without what is in tensors and in known modules."""
+def objects_in(value: Any, is_known: Callable[[nn.Module], bool]) -> dict[int, Any]:
+    """Return the objects that an object refers to, and itself, by id; without what is in tensors and known modules."""
     pending, seen = [value], dict[int, Any]()
     while pending:
         value = pending.pop()
         if id(value) in seen or isinstance(value, type):
             continue
         seen[id(value)] = value  # keeps the id in use
-        yield value
         if not isinstance(value, torch.Tensor) and not (isinstance(value, nn.Module) and is_known(value)):
             pending += parts_of(value)
+    return seen
 
 
 def left_behind(before: Iterable[tuple[str, Any]], after: Iterable[tuple[str, nn.Module]]) -> tuple[str, str]:
@@ -77,11 +73,17 @@ def left_behind(before: Iterable[tuple[str, Any]], after: Iterable[tuple[str, nn
     after = list(after)
     present = {id(module) for _, module in after}
     gone = {id(item): name or "the model" for name, item in before if id(item) not in present}
-    for path, module in after if gone else ():
-        for name, value in (*attributes(module), *hooks_of(module)):
-            for item in _objects_in(value, lambda module: True):
-                if id(item) in gone:
-                    return f"{path}.{name}".lstrip("."), gone[id(item)]
+    held = [
+        (path, name, value)
+        for path, module in after
+        if gone
+        for name, value in attributes(module, hooks=True)
+        if not name.startswith("_patcher")  # our own, which refer to no module
+    ]
+    if not gone.keys().isdisjoint(objects_in([value for *_, value in held], lambda module: True)):
+        for path, name, value in held:
+            for item in gone.keys() & objects_in(value, lambda module: True):
+                return f"{path}.{name}".lstrip("."), gone[item]
     return "", ""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from patcher.compat.attributes import attributes, hooks_of
+from patcher.compat.attributes import TORCH_ATTRIBUTES, attributes
 from patcher.compat.modeling_code import REBOUND, chosen_in, unrebound
 from patcher.compat.models import named_modules
 from patcher.errors import PatchConstructionError
@@ -153,10 +153,12 @@ class _Search:
         for cls, modules in self.modules.items():
             self._check_running(cls, [edge for edge in self.roots[cls] if edge.name != "__init__"])
             for module in modules:
-                edges = [Edge(hooks, through=f"{_HOOK} in {name!r}") for name, hooks in hooks_of(module)]
-                for name, value in attributes(module):
+                edges = list[Edge]()
+                for name, value in attributes(module, hooks=True):
                     edge = self.graph.edge(value, place := f"its attribute {name!r}")
-                    if edge.hit is not None and id(edge.hit.original) not in of_classes:
+                    if name in TORCH_ATTRIBUTES:
+                        edge = Edge(value, through=f"{_HOOK} in {name!r}")
+                    elif edge.hit is not None and id(edge.hit.original) not in of_classes:
                         edge = edge._replace(through=f"{place}, which other code has set")
                     edges.append(edge)
                 self.graph.add(edges)

@@ -233,6 +233,8 @@ def rebuild_fused_modules(construction: Construction, model: PreTrainedModel) ->
     if construction.arguments is None:
         return
     resolution = _resolution_of(construction, model)
+    if not resolution.fusion_plan.rebuilt:
+        return
     fusions = resolution.fusion_plan.by_path
     rebuilt_modules: dict[int, nn.Module] = {}
     before = list(named_modules(model))
