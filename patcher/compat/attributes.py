@@ -73,10 +73,11 @@ def left_behind(before: Iterable[tuple[str, Any]], after: Iterable[tuple[str, nn
     after = list(after)
     present = {id(module) for _, module in after}
     gone = {id(item): name or "the model" for name, item in before if id(item) not in present}
+    if not gone:
+        return "", ""
     held = [
         (path, name, value)
         for path, module in after
-        if gone
         for name, value in attributes(module, hooks=True)
         if not name.startswith("_patcher")  # our own, which refer to no module
     ]

@@ -98,7 +98,7 @@ def swap_functions(model: nn.Module, functions: Functions) -> None:
         for _, module in named_modules(model):
             if unrebound(type(module)) is type(module):
                 module.__class__ = rebinder.class_of(type(module))
-            for name, value in list(attributes(module)):
+            for name, value in attributes(module):
                 module.__dict__[name] = rebinder.copy(value)
 
 
@@ -113,7 +113,7 @@ def restore_functions(model: nn.Module) -> None:
     for _, module in named_modules(model):
         originals = {**everywhere, **own.get(type(module), {})}
         module.__class__ = unrebound(type(module))
-        for name, value in list(attributes(module)):
+        for name, value in attributes(module):
             module.__dict__[name] = _restored(value, originals)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,7 +140,7 @@ class InitialValues:
         for path, built in self.replaced:
             for name, module in built.module.named_modules(prefix=path):
                 device = self._device(f"{name}.")
-                for attribute, value in list(attributes(module)):
+                for attribute, value in attributes(module):
                     module.__dict__[attribute] = _to_device(value, device)
 
     def _device(self, key: str) -> Any:
@@ -156,7 +157,7 @@ class InitialValues:
         """Give the new weights of a replacement the values of one that is built once more."""
         module = self._build_again(path, built)
         values = dict(named_parameters(module, path))
-        for layout in self._layouts():
+        for layout in self._layouts:
             if values.keys() >= set(layout.stock):
                 fused = layout.fuse([values[name].detach() for name in layout.stock])
                 values |= zip(layout.fused, map(nn.Parameter, fused), strict=True)
@@ -173,7 +174,7 @@ class InitialValues:
     def _build_again(self, path: str, built: Built) -> nn.Module:
         """Build a replacement once more, with values for its new weights."""
         names = [(inside(path) + name, number) for name, number in built.numbers.items()]
-        fused = {name for layout in self._layouts() if self.missing.issuperset(layout.fused) for name in layout.stock}
+        fused = {name for layout in self._layouts if self.missing.issuperset(layout.fused) for name in layout.stock}
         read = {number for key, number in names if key not in self.missing | fused or key in self.tied}
         construction = Construction(self.load.rules, is_skeleton=True)
         dtype = self.config.dtype
@@ -220,12 +221,13 @@ class InitialValues:
 
     # --- experts that the checkpoint lacks -----------------------------------------------------------------------
 
+    @cached_property
     def _layouts(self) -> list[Layout]:
         return [layout for carrier in fused_modules(self.model) for layout in carrier.fused]
 
     def _drawn_layouts(self) -> list[Layout]:
         """Return the layouts of fusions of which the checkpoint has nothing."""
-        return [layout for layout in self._layouts() if self.drawn.issuperset(layout.fused)]
+        return [layout for layout in self._layouts if self.drawn.issuperset(layout.fused)]
 
     def _expert_values(self) -> dict[str, torch.Tensor]:
         """Draw the missing weights outside of replacements on a stock model, from the random state of before.

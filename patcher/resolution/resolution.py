@@ -258,7 +258,9 @@ def fuse_constructed_modules(construction: Construction, model: PreTrainedModel)
     """Fuse the constructed modules of a model, with initial values, or on the meta device in a load."""
     resolution = _resolution_of(construction, model)
     plan, classes, fusions = resolution.fusion_plan, resolution.fused, resolution.fusion_plan.by_path
-    before = list(named_modules(model)) if classes else []
+    if not classes:
+        return
+    before = list(named_modules(model))
     modules = {path: model.get_submodule(path) for path in classes if path not in plan.rebuilt}
     # Modules of parts that were loaded separately are fused already.
     unfused = [path for path, module in modules.items() if unrebound(type(module)) is not classes[path]]

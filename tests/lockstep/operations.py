@@ -304,9 +304,7 @@ def saved_in_the_runtime_layout(side: Side, stock: Stock, choice: Random, seen: 
 @operation
 def saved_from_a_state_dict(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
     doubled = {name: 2 * value for name, value in side.model.state_dict().items()}
-    with tempfile.TemporaryDirectory() as folder:
-        side.model.save_pretrained(folder, state_dict=doubled)
-        seen["tensors"] = tensors_in(Path(folder))
+    seen["tensors"] = saved_tensors(side.model, state_dict=doubled)
     return side.model
 
 
@@ -410,8 +408,7 @@ def streamed(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
 
 @operation
 def constructed_and_filled(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
-    if getattr(side.model, "_hf_peft_config_loaded", False):
-        raise NotHereError
+    check_not_adapted(side.model)
     values = {name: value.clone() for name, value in original_state_dict(side.model).items()}
     with (side.patcher or Patcher()).applied():
         model = side.construct(side.model.config)
@@ -618,8 +615,14 @@ def reported(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
     return side.model
 
 
+def check_not_adapted(model: Any) -> None:
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise NotHereError
+
+
 def adapter(side: Side, stock: Stock, choice: Random) -> LoraConfig:
     """A config whose names mean the same layers on both sides: those of experts are there in one layout only."""
+    check_not_adapted(side.model)
     names = {path.rpartition(".")[2] for path in stock.paths(*JOINED, *OTHERS)}
     if any(path.endswith("experts") for path in stock.modules):
         names -= {"gate_proj", "up_proj", "down_proj"}
@@ -635,8 +638,6 @@ def fill_adapters(model: Any, choice: Random) -> None:
 
 @operation
 def an_adapter_is_added(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
-    if getattr(side.model, "_hf_peft_config_loaded", False):
-        raise NotHereError
     side.model.add_adapter(adapter(side, stock, choice))
     fill_adapters(side.model, choice)
     return side.model
@@ -644,8 +645,6 @@ def an_adapter_is_added(side: Side, stock: Stock, choice: Random, seen: Seen) ->
 
 @operation
 def an_adapter_is_merged(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
-    if getattr(side.model, "_hf_peft_config_loaded", False):
-        raise NotHereError
     model, merges = get_peft_model(side.model, adapter(side, stock, choice)), choice.random() < 0.7
     fill_adapters(model, choice)
     train(side, model, optimizer_of(model, choice), steps=1)
@@ -655,10 +654,7 @@ def an_adapter_is_merged(side: Side, stock: Stock, choice: Random, seen: Seen) -
 
 @operation
 def an_adapter_is_loaded(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
-    if getattr(side.model, "_hf_peft_config_loaded", False):
-        raise NotHereError
-    side.model.add_adapter(adapter(side, stock, choice))
-    fill_adapters(side.model, choice)
+    an_adapter_is_added(side, stock, choice, seen)
     check_loadable(side.model)
     with tempfile.TemporaryDirectory() as folder:
         side.model.save_pretrained(folder)

@@ -148,7 +148,7 @@ class Subject:
         """Load the checkpoint as stock does, and with a patcher by its name, in one of the ways.
 
         Raises:
-            CodegenError: if a file can't have that effect.
+            PatcherError: if the model is refused, or a file can't have that effect.
         """
         stock = self.side()
         named = patcher_named(patcher, stock.model)
@@ -197,10 +197,10 @@ class Subject:
         return outputs
 
 
-def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
+def saved_tensors(model: Any, **options: Any) -> dict[str, torch.Tensor]:
     """Return what a model saves."""
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, **options)
         return tensors_in(Path(folder))
 
 

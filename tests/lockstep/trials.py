@@ -104,7 +104,7 @@ class Trials:
     Attributes:
         folder: where checkpoints are kept.
         counts: operation -> how often both sides did it, `refused`: how often the patched one refused it.
-        refused: refusals -> a trial with it.
+        refusals: refusal -> a trial with it.
     """
 
     folder: Path
