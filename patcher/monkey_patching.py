@@ -17,13 +17,13 @@ it to; unused keys are allowed, since it applies to every model of the process; 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
+from patcher.compat.locks import lock_for_forks
 from patcher.compat.models import record_replacements
 from patcher.construction.in_force import REGISTRY, registered_patcher, set_registered_patcher
 from patcher.errors import PatcherError, nearest
@@ -38,7 +38,7 @@ __all__ = """
     unregister_monkey_patch_mapping unregister_patch_mapping
 """.split()
 
-_lock = threading.Lock()
+_lock = lock_for_forks()
 install()
 
 

@@ -14,14 +14,13 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import os
 import sys
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar
 
+from patcher.compat.locks import lock_for_forks
 from patcher.errors import PatcherError, unknown_release
 from patcher.source.importing import is_imported, when_imported
 
@@ -147,9 +146,7 @@ _seams: dict[Callable[..., Any], Seam] = {}
 _installed: set[Seam] = set()
 _awaited: set[Seam] = set()
 #: Held while seams are installed, without importing anything: see `when_imported`.
-_lock = threading.RLock()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: _lock._at_fork_reinit())  # type: ignore[attr-defined]
+_lock = lock_for_forks()
 
 
 def seam(place: str, *parameters: str, follow: bool = False) -> Callable[[F], F]:

@@ -8,7 +8,6 @@ any other is constructed from the arguments of the original.
 from __future__ import annotations
 
 import inspect
-import threading
 import weakref
 from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 import torch
 from torch import nn
 
+from patcher.compat.locks import lock_for_forks
 from patcher.compat.models import (
     is_initialized,
     mark_initialized,
@@ -33,7 +33,7 @@ from patcher.layouts.layouts import Layout, Rows, is_alone
 if TYPE_CHECKING:
     from patcher.fusions.base import Fusion
 
-_lock = threading.RLock()
+_lock = lock_for_forks()
 #: original class -> (fusion, recipe) -> fused class
 _classes: weakref.WeakKeyDictionary[type[nn.Module], weakref.WeakValueDictionary[Any, type[nn.Module]]]
 _classes = weakref.WeakKeyDictionary()

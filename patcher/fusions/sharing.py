@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import threading
 import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -129,8 +128,8 @@ class _Analysis:
         return self.key == key and all(current == value for current, value in used)
 
 
-_lock = threading.RLock()
-_analyses: weakref.WeakKeyDictionary[type[nn.Module], list[_Analysis]] = weakref.WeakKeyDictionary()
+#: Another thread may analyze the same class at a time, to the same end.
+_analyses: weakref.WeakKeyDictionary[type[nn.Module], tuple[_Analysis, ...]] = weakref.WeakKeyDictionary()
 
 
 #: A module, its projections, and its caller, if that is known.
@@ -145,20 +144,20 @@ def forms_of(candidates: Mapping[str, Candidate]) -> dict[str, tuple[Form, ...] 
     callers = {path: caller.classes if caller is not None else None for path, (_, _, caller) in candidates.items()}
     is_cached = {cls: is_importable(cls) for cls in {type(module) for module, _, _ in candidates.values()}}
     result: dict[str, tuple[Form, ...] | str] = {}
-    uncached: dict[type[nn.Module], list[_Analysis]] = {}
+    uncached: dict[type[nn.Module], tuple[_Analysis, ...]] = {}
     valid: list[_Analysis] = []
-    with _lock:
-        for path, (module, group, caller) in candidates.items():
-            cls, key = type(module), (group, _structure(module, group), callers[path])
-            analyses = (_analyses if is_cached[cls] else uncached).setdefault(cls, [])
-            matching = (entry for entry in analyses if entry.applies_to(module, key, caller))
-            analysis = next((entry for entry in matching if entry in valid or are_unchanged(entry.lookups)), None)
-            if analysis is None:
-                analysis = _analyze(module, group, caller, key)
-                analyses[:] = [entry for entry in analyses if entry.key != key or are_unchanged(entry.lookups)]
-                analyses.append(analysis)
-            valid.append(analysis)
-            result[path] = analysis.reason or analysis.forms
+    for path, (module, group, caller) in candidates.items():
+        cls, key = type(module), (group, _structure(module, group), callers[path])
+        cache = _analyses if is_cached[cls] else uncached
+        analyses = cache.get(cls, ())
+        matching = (entry for entry in analyses if entry.applies_to(module, key, caller))
+        analysis = next((entry for entry in matching if entry in valid or are_unchanged(entry.lookups)), None)
+        if analysis is None:
+            analysis = _analyze(module, group, caller, key)
+            current = (entry for entry in analyses if entry.key != key or are_unchanged(entry.lookups))
+            cache[cls] = (*current, analysis)
+        valid.append(analysis)
+        result[path] = analysis.reason or analysis.forms
     return result
 
 

@@ -7,8 +7,10 @@ import contextvars
 import gc
 import itertools
 import os
+import signal
 import threading
 import traceback
+from collections import UserDict
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from transformers import EncoderDecoderModel, LlamaForCausalLM, MixtralForCausalLM
 from transformers.models.bert import modeling_bert
 from transformers.models.bert.modeling_bert import BertIntermediate
@@ -32,6 +35,7 @@ from patcher import (
 )
 from patcher.construction import lock
 from patcher.construction.in_force import entered
+from patcher.fusions import Fusion
 from patcher.monkey_patching import clear_patch_mapping, register_patch_mapping
 from tests.support.replacements import OwnMLP, OwnNorm
 from tests.support.snapshot import changes, snapshot
@@ -450,6 +454,7 @@ def in_a_fork(check: Callable[[], None]) -> None:
     child = os.fork()
     if child == 0:
         os.close(reading)
+        signal.alarm(60)
         try:
             check()
         except BaseException:
@@ -458,8 +463,9 @@ def in_a_fork(check: Callable[[], None]) -> None:
     os.close(writing)
     with os.fdopen(reading, "rb") as file:
         said = file.read().decode()
-    os.waitpid(child, 0)
+    _, status = os.waitpid(child, 0)
     assert not said, said
+    assert status == 0, "it hangs" if status == signal.SIGALRM else status
 
 
 @pytest.mark.process
@@ -492,6 +498,72 @@ def test_a_fork_inherits_no_gate_and_no_lock_of_another_thread(tmp_path: Path) -
         go_on.set()
         thread.join()
     assert LlamaMLP.__init__ is before
+
+
+class Waiting(Fusion):
+    """Its class is made while the process forks."""
+
+    target_modules_patterns = (r"\.mlp$",)
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        super().__init__()
+        self.wait = wait
+
+    def is_fusable(self, module: nn.Module) -> bool:
+        return True
+
+    def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
+        self.wait()
+        return TwiceMLP
+
+
+class TwiceMLP(LlamaMLP):
+    from_module = classmethod(lambda cls, module: cls(module.config))
+
+
+class WaitingMapping(UserDict[str, Any]):
+    def __init__(self, wait: Callable[[], None]) -> None:
+        super().__init__()
+        self.wait = wait
+
+    def keys(self) -> Any:
+        self.wait()
+        return super().keys()
+
+
+def apply_a_fusion(wait: Callable[[], None]) -> None:
+    Patcher(fusions=[Waiting(wait)]).apply(LlamaForCausalLM(tiny_llama_config()))
+
+
+def register(wait: Callable[[], None]) -> None:
+    register_patch_mapping(WaitingMapping(wait))
+
+
+@pytest.mark.process
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("work", [apply_a_fusion, register])
+def test_a_child_can_do_what_another_thread_did_at_the_fork(work: Callable[..., None], tmp_path: Path) -> None:
+    folder = save_tiny(tiny_llama_config(), tmp_path)
+    reached, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        reached.set()
+        assert go_on.wait(60)
+
+    def check() -> None:
+        model = LlamaForCausalLM.from_pretrained(folder, patcher=Patcher(fusions=["qkv"]))
+        assert "FusedLlamaAttention" in kinds(model)
+        register_patch_mapping({"LlamaMLP": MyMLP})
+        assert "MyMLP" in kinds(LlamaForCausalLM.from_pretrained(folder))
+
+    thread = threading.Thread(target=work, args=(wait,))
+    thread.start()
+    try:
+        assert reached.wait(60)
+        in_a_fork(check)
+    finally:
+        go_on.set()
+        thread.join()
 
 
 @pytest.mark.process
