@@ -56,8 +56,6 @@ JOINED = ["q_proj", "k_proj", "v_proj", "query", "key", "value", "q", "k", "v", 
 OTHERS = ["o_proj", "out_proj", "down_proj", "dense", "o", "wo"]
 BLOCKS = ["self_attn", "attn", "attention", "self", "encoder_attn", "SelfAttention", "EncDecAttention", "mlp"]
 LISTS = ["layers", "layer", "h", "block", "blocks"]
-#: in the names of parameters that have other shapes under `sequential_experts` and `patch_embeddings`
-OF_OTHER_SHAPES = ["expert", "patch_embed"]
 WORDS = [*JOINED, "attn", "mlp", "norm", "embed", "experts", "layers.0", "bias"]
 
 
@@ -166,7 +164,8 @@ def gradients(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
             seen[part.name] = None if gradient is None else gradient.narrow(part.dim, part.start, part.length).clone()
         if name not in fused:
             seen[name] = parameter.grad
-    for name in [name for name in seen if any(word in name for word in OF_OTHER_SHAPES)]:
+    shapes = {name: value.dim() for name, value in stock.state_dict.items()}
+    for name in [name for name in seen if "expert" in name or shapes.get(name, 0) > 2]:  # of other shapes when fused
         del seen[name]
     side.model.zero_grad()
     return side.model

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from patcher import PatchedWeightsError
-from tests.lockstep import operations
+from tests.lockstep import libraries, operations
 from tests.lockstep.subjects import IN_FILE, TINY, Side, Stock
 from tests.lockstep.trials import Trial, Trials
 
@@ -54,6 +54,15 @@ def test_a_file_of(subject: str, fusions: str, trials: Trials) -> None:
 
 def of_llama(*names: str) -> Trial:
     return Trial("llama", "qkv, gate_up", tuple((name, 0) for name in names))
+
+
+OF_LIBRARIES = [name for name, function in operations.OPERATIONS.items() if function.__module__ == libraries.__name__]
+
+
+@pytest.mark.parametrize("name", OF_LIBRARIES)
+def test_what_libraries_do(name: str, trials: Trials) -> None:
+    assert trials.failure_of(of_llama(name)) == ""
+    assert trials.counts[name]
 
 
 def test_another_value_is_seen_and_its_operation_named(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:

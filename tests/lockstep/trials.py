@@ -15,6 +15,7 @@ import torch
 
 from patcher import PatcherError
 from tests.coverage.checks import in_float64
+from tests.lockstep import libraries  # noqa: F401 - more operations
 from tests.lockstep.operations import OPERATIONS, NotHereError, Seen
 from tests.lockstep.patchers import CLASSES, FUSIONS, OF_LAYERS
 from tests.lockstep.subjects import IN_FILE, TINY, WAYS, Side, Stock, Subject
@@ -46,6 +47,15 @@ IN_FILES = (
     "generated",
     "saved from a state dict",
     "a layer has the values of another",
+    "compiled",
+    "exported",
+    "called with other parameters",
+    "recorded",
+    "a backward hook runs",
+    "state dicts of torch distributed",
+    "offloaded",
+    "loaded with a layer on the disk",
+    "generated in another way",
 )
 #: What isn't done to models with layers in other layouts: it is for linear layers, or compares by their names.
 FOR_LINEAR_LAYERS = (
@@ -58,6 +68,7 @@ FOR_LINEAR_LAYERS = (
     "an adapter is added",
     "an adapter is merged",
     "an adapter is loaded",
+    "another kind of adapter",
 )
 
 
