@@ -162,7 +162,9 @@ def offloaded(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
             return side.model
         cpu_offload(model, execution_device=torch.device("cpu"))
         seen["outputs"] = side.run(model)
-        return remove_hook_from_module(model, recurse=True)
+        remove_hook_from_module(model, recurse=True)
+        model.tie_weights()
+        return model
 
 
 @operation
@@ -224,9 +226,9 @@ def another_kind_of_adapter(side: Side, stock: Stock, choice: Random, seen: Seen
     if choice.random() < 0.3 and isinstance(model.active_peft_config, LoraConfig):
         model.add_adapter("other", LoraConfig(r=3, target_modules=targets))
         model.set_adapter("other")
-    trained = sorted((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
-    for _, parameter in trained:
-        parameter.data = random_values(choice, *parameter.shape).to(parameter.dtype)
+    for name, parameter in sorted(model.named_parameters()):
+        if model.base_model.prefix in name:
+            parameter.data = random_values(choice, *parameter.shape).to(parameter.dtype)
     seen["outputs"] = side.run(model)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
