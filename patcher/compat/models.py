@@ -79,6 +79,14 @@ def named_parameters(module: nn.Module, path: str = "") -> Iterator[tuple[str, n
                 yield inside(owner) + name, parameter
 
 
+def named_buffers(module: nn.Module, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate as torch's with `remove_duplicate=False`, faster."""
+    for owner, part in named_modules(module, path):
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                yield inside(owner) + name, buffer
+
+
 def add_load_hook(module: nn.Module, hook: Callable[..., None]) -> None:
     """Register a hook that isn't passed the module.
 
@@ -367,7 +375,7 @@ def choose_experts_implementation(model: PreTrainedModel, name: str) -> None:
 
 def mark_initialized(tensor: Any) -> None:
     """Exclude a tensor, or the direct tensors of a module, from the initialization of transformers."""
-    tensor._is_hf_initialized = True
+    tensor.__dict__["_is_hf_initialized"] = True  # a module's own way to set attributes is slow
 
 
 def is_initialized(tensor: torch.Tensor | nn.Module) -> bool:

@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from patcher.compat.attributes import attributes, tensors_in
 from patcher.compat.modeling_code import is_modeling_module
@@ -72,7 +71,7 @@ class MetaInit(NoValues):
         self._moved = moved
         self._count = 0
         #: parameter -> the registered parameter and its index
-        self._registered: Any = WeakIdKeyDictionary()
+        self._registered: dict[Any, Any] = {}
 
     @contextmanager
     def in_force(self) -> Iterator[None]:

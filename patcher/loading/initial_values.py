@@ -30,6 +30,7 @@ from patcher.compat.models import (
     is_initialized,
     local_torch_dtype,
     mark_initialized,
+    named_buffers,
     named_modules,
     named_parameters,
     offload_weight,
@@ -82,7 +83,8 @@ class InitialValues:
         self.tied = ties(load.model).keys()
         absent = self.missing - self.tied
         # A quantizer may have replaced some modules by others.
-        self.replaced = tuple(item for item in load.outermost if module_at(self.model, item[0]) is item[1].module)
+        modules = dict(named_modules(self.model))
+        self.replaced = tuple((path, built) for path, built in load.outermost if modules.get(path) is built.module)
         #: parameters that a replacement was given with their values, from a model that was loaded elsewhere
         self.given: dict[str, nn.Parameter] = {}
         #: parameter that the checkpoint lacks -> the innermost replacement that has it
@@ -272,7 +274,7 @@ def skip_complete(model: PreTrainedModel, replaced: Placed, read: Set[str] = fro
 
     It may initialise parameters by the names of the original, which a replacement doesn't have.
     """
-    tensors = itertools.chain(named_parameters(model), model.named_buffers(remove_duplicate=False))
+    tensors = itertools.chain(named_parameters(model), named_buffers(model))
     left = {key for key, tensor in tensors if key not in read and not is_initialized(tensor)}
     incomplete = {owner for key in left for owner in parents(key)}
     outermost = {path for path, _ in replaced}
@@ -316,9 +318,7 @@ def _set(model: nn.Module, key: str, parameter: nn.Parameter) -> None:
 
 
 def _buffers(path: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for key, buffer in module.named_buffers(prefix=path, remove_duplicate=False):
-        if buffer.device.type != "meta":
-            yield key, buffer
+    return ((key, buffer) for key, buffer in named_buffers(module, path) if not buffer.is_meta)
 
 
 def _to_device(value: Any, device: Any) -> Any:
