@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from patcher.compat.attributes import attributes, tensors_in
 from patcher.compat.modeling_code import is_modeling_module
@@ -70,8 +71,8 @@ class MetaInit(NoValues):
         self.wanting: list[BaseException] = []
         self._moved = moved
         self._count = 0
-        #: parameter -> the registered parameter and its index
-        self._registered: dict[Any, Any] = {}
+        #: parameter -> the registered parameter and its index; weak, so that one which was moved is freed at once
+        self._registered: Any = WeakIdKeyDictionary()
 
     @contextmanager
     def in_force(self) -> Iterator[None]:

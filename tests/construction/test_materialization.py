@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,23 @@ def test_the_whole_model_can_be_built_on_meta() -> None:
         model = LlamaForCausalLM(tiny_llama_config())
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert type(model.model.layers[0].mlp) is OwnMLP
+
+
+def test_a_parameter_that_is_moved_to_meta_is_freed_at_once(llama: Path) -> None:
+    freed: list[bool] = []
+
+    class Eager(LlamaMLP):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            weight = nn.Parameter(torch.zeros(self.gate_proj.weight.shape, device="cpu"))
+            reference = weakref.ref(weight)
+            self.gate_proj.weight = weight
+            del weight
+            freed.append(reference() is None)
+
+    AutoModelForCausalLM.from_pretrained(llama, patcher=Patcher({"LlamaMLP": Eager}))
+
+    assert freed == [True, True]
 
 
 @pytest.mark.process
