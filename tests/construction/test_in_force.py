@@ -13,6 +13,7 @@ import traceback
 from collections import UserDict
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -468,39 +469,51 @@ def in_a_fork(check: Callable[[], None]) -> None:
     assert status == 0, "it hangs" if status == signal.SIGALRM else status
 
 
+@contextmanager
+def a_thread_in(work: Callable[[Callable[[], None]], object]) -> Iterator[None]:
+    """Another thread is in the middle of some work, where it calls what the work is given."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        reached.set()
+        assert go_on.wait(60)
+
+    thread = threading.Thread(target=work, args=(wait,))
+    thread.start()
+    try:
+        assert reached.wait(60)
+        yield
+    finally:
+        go_on.set()
+        thread.join()
+
+
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_fork_inherits_no_gate_and_no_lock_of_another_thread(tmp_path: Path) -> None:
     folder = save_tiny(tiny_llama_config(), tmp_path)
     before = LlamaMLP.__init__
-    reached, go_on = threading.Event(), threading.Event()
 
-    class Waiting(LlamaMLP):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            reached.set()
-            assert go_on.wait(60)
+    def load(wait: Callable[[], None]) -> None:
+        class Waiting(LlamaMLP):
+            def __init__(self, config: Any) -> None:
+                super().__init__(config)
+                wait()
+
+        LlamaForCausalLM.from_pretrained(folder, patcher=Patcher({"LlamaMLP": Waiting}))
 
     def check() -> None:
         assert type(LlamaMLP(tiny_llama_config())) is LlamaMLP
         assert "MyMLP" not in kinds(LlamaForCausalLM.from_pretrained(folder))
         assert "MyMLP" in kinds(LlamaForCausalLM.from_pretrained(folder, patcher=Patcher({"LlamaMLP": MyMLP})))
 
-    thread = threading.Thread(
-        target=lambda: LlamaForCausalLM.from_pretrained(folder, patcher=Patcher({"LlamaMLP": Waiting}))
-    )
-    thread.start()
-    try:
-        assert reached.wait(60)
+    with a_thread_in(load):
         assert LlamaMLP.__init__ is not before
         in_a_fork(check)
-    finally:
-        go_on.set()
-        thread.join()
     assert LlamaMLP.__init__ is before
 
 
-class Waiting(Fusion):
+class WaitingFusion(Fusion):
     """Its class is made while the process forks."""
 
     target_modules_patterns = (r"\.mlp$",)
@@ -514,10 +527,10 @@ class Waiting(Fusion):
 
     def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
         self.wait()
-        return TwiceMLP
+        return FusedMLP
 
 
-class TwiceMLP(LlamaMLP):
+class FusedMLP(LlamaMLP):
     from_module = classmethod(lambda cls, module: cls(module.config))
 
 
@@ -532,7 +545,7 @@ class WaitingMapping(UserDict[str, Any]):
 
 
 def apply_a_fusion(wait: Callable[[], None]) -> None:
-    Patcher(fusions=[Waiting(wait)]).apply(LlamaForCausalLM(tiny_llama_config()))
+    Patcher(fusions=[WaitingFusion(wait)]).apply(LlamaForCausalLM(tiny_llama_config()))
 
 
 def register(wait: Callable[[], None]) -> None:
@@ -544,11 +557,6 @@ def register(wait: Callable[[], None]) -> None:
 @pytest.mark.parametrize("work", [apply_a_fusion, register])
 def test_a_child_can_do_what_another_thread_did_at_the_fork(work: Callable[..., None], tmp_path: Path) -> None:
     folder = save_tiny(tiny_llama_config(), tmp_path)
-    reached, go_on = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        reached.set()
-        assert go_on.wait(60)
 
     def check() -> None:
         model = LlamaForCausalLM.from_pretrained(folder, patcher=Patcher(fusions=["qkv"]))
@@ -556,14 +564,8 @@ def test_a_child_can_do_what_another_thread_did_at_the_fork(work: Callable[..., 
         register_patch_mapping({"LlamaMLP": MyMLP})
         assert "MyMLP" in kinds(LlamaForCausalLM.from_pretrained(folder))
 
-    thread = threading.Thread(target=work, args=(wait,))
-    thread.start()
-    try:
-        assert reached.wait(60)
+    with a_thread_in(work):
         in_a_fork(check)
-    finally:
-        go_on.set()
-        thread.join()
 
 
 @pytest.mark.process

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from patcher import original_state_dict
+from patcher.patterns import parents
 from patcher.verification.passes import fitted, floating_tensors
 from tests.coverage.checks import tensors_in
 from tests.lockstep.operations import (
@@ -39,10 +38,11 @@ from tests.lockstep.operations import (
     changed,
     check_loadable,
     chosen,
+    evaluated,
+    fill_adapters,
     loaded,
     loss_of,
     operation,
-    random_values,
     train,
 )
 from tests.lockstep.subjects import Side, Stock, saved_tensors
@@ -52,19 +52,10 @@ from tests.lockstep.subjects import Side, Stock, saved_tensors
 
 def arguments_of(side: Side) -> dict[str, Any]:
     """Return the arguments of the model itself."""
-    first = side.run.__self__.passes[0]  # type: ignore[attr-defined]
+    first = side.passes[0]
     if first.path or first.method != "forward":
         raise NotHereError
     return fitted(first.arguments, side.model)
-
-
-@contextmanager
-def evaluated(model: Any) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        yield
-    model.train(was_training)
 
 
 @operation
@@ -172,7 +163,7 @@ def loaded_with_a_layer_on_the_disk(side: Side, stock: Stock, choice: Random, se
     check_loadable(side.model)
     path = chosen(choice, stock.paths(*LISTS))
     layer = f"{path}.{choice.randrange(len(side.model.get_submodule(path)))}"
-    around = {"", *(layer[:index] for index, letter in enumerate(layer) if letter == ".")}
+    around = {*parents(layer)}
     children = {name for name in stock.modules if name.rpartition(".")[0] in around} - around - {""}
     tensors = [*stock.model.named_parameters(), *stock.model.named_buffers()]
     own = {name for name, _ in tensors if name.rpartition(".")[0] in around}
@@ -226,9 +217,7 @@ def another_kind_of_adapter(side: Side, stock: Stock, choice: Random, seen: Seen
     if choice.random() < 0.3 and isinstance(model.active_peft_config, LoraConfig):
         model.add_adapter("other", LoraConfig(r=3, target_modules=targets))
         model.set_adapter("other")
-    for name, parameter in sorted(model.named_parameters()):
-        if model.base_model.prefix in name:
-            parameter.data = random_values(choice, *parameter.shape).to(parameter.dtype)
+    fill_adapters(model, choice, model.base_model.prefix)
     seen["outputs"] = side.run(model)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)

@@ -84,6 +84,17 @@ def random_values(choice: Random, *shape: int) -> torch.Tensor:
     return 0.1 * torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
+@contextmanager
+def evaluated(model: Any) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
@@ -238,9 +249,9 @@ def another_attention(side: Side, stock: Stock, choice: Random, seen: Seen) -> A
 def generated(side: Side, stock: Stock, choice: Random, seen: Seen) -> Any:
     if not side.model.can_generate():
         raise NotHereError
-    was_training, model = side.model.training, side.model.eval()
-    seen["tokens"] = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)
-    return model.train(was_training)
+    with evaluated(side.model):
+        seen["tokens"] = side.model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)
+    return side.model
 
 
 # --- copies and files ------------------------------------------------------------------------------------------------
@@ -629,9 +640,9 @@ def adapter(side: Side, stock: Stock, choice: Random) -> LoraConfig:
     return LoraConfig(r=2, target_modules=targets, init_lora_weights=False, use_dora=choice.random() < 0.2)
 
 
-def fill_adapters(model: Any, choice: Random) -> None:
+def fill_adapters(model: Any, choice: Random, prefix: str = "lora_") -> None:
     for name, parameter in sorted(model.named_parameters()):
-        if "lora_" in name:
+        if prefix in name:
             parameter.data = random_values(choice, *parameter.shape)
 
 

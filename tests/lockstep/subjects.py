@@ -6,7 +6,7 @@ import copy
 import hashlib
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,7 @@ class Side:
         run: returns its outputs.
         patcher: None for the stock model, and for a model of a generated file.
         held: returns its weights in the original layout.
+        passes: what `run` runs.
     """
 
     model: Any
@@ -70,6 +71,7 @@ class Side:
     run: Callable[[Any], list[torch.Tensor]]
     patcher: Patcher | None
     held: Callable[[Any], Mapping[str, torch.Tensor]] = original_state_dict
+    passes: Sequence[Pass] = ()
 
     @property
     def loading(self) -> dict[str, Patcher]:
@@ -156,7 +158,7 @@ class Subject:
             generated = replace(self, model_class=self._class_in_file(named, stock.model.config)).side()
             stock.held = generated.held = saved_tensors
             return stock, generated
-        patched = Side(None, self._load, self._construct, self._run, named)
+        patched = Side(None, self._load, self._construct, self._run, named, passes=self.passes)
         match way:
             case "patcher=":
                 patched.model = self._load(self.folder, patcher=named)
@@ -176,7 +178,7 @@ class Subject:
 
     def side(self) -> Side:
         """Load the checkpoint as stock does."""
-        return Side(self._load(self.folder), self._load, self._construct, self._run, None)
+        return Side(self._load(self.folder), self._load, self._construct, self._run, None, passes=self.passes)
 
     def _load(self, folder: Any, **options: Any) -> Any:
         loaded = self.model_class.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager", **options)
