@@ -73,18 +73,19 @@ def named_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.M
 
 def named_parameters(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Parameter]]:
     """Iterate as torch's with `remove_duplicate=False`, faster."""
-    for owner, part in named_modules(module, path):
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                yield inside(owner) + name, parameter
+    return _named_members(module, path, "_parameters")
 
 
 def named_buffers(module: nn.Module, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate as torch's with `remove_duplicate=False`, faster."""
+    return _named_members(module, path, "_buffers")
+
+
+def _named_members(module: nn.Module, path: str, table: str) -> Iterator[tuple[str, Any]]:
     for owner, part in named_modules(module, path):
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                yield inside(owner) + name, buffer
+        for name, member in getattr(part, table).items():
+            if member is not None:
+                yield inside(owner) + name, member
 
 
 def add_load_hook(module: nn.Module, hook: Callable[..., None]) -> None:
