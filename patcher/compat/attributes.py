@@ -42,6 +42,8 @@ def parts_of(value: Any) -> list[Any]:
         parts: list[Any] = [value.__closure__, value.__defaults__, value.__kwdefaults__]
     else:
         parts = gc.get_referents(value)
+        if isinstance(value, dict):  # since Python 3.13 the `__dict__` of an object refers to none of its attributes
+            parts += dict.values(value)
     return [part for part in parts if not isinstance(part, _LEAVES)]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from patcher.compat.attributes import parts_of
 
 
@@ -25,3 +27,10 @@ def function() -> None: ...
 
 def test_a_list_of_another_class_is_looked_into() -> None:
     assert {*parts_of(Frozen([function, 1]))} == {function, Frozen}
+
+
+def test_the_attributes_of_an_object_are_found_in_its_dict() -> None:
+    """The garbage collector of Python 3.13 doesn't: they are stored in the object."""
+    holder = nn.Identity()
+    holder.function = function  # type: ignore[assignment]
+    assert function in parts_of(vars(holder))
