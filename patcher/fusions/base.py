@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from patcher.errors import InvalidPatcherError
-from patcher.expressions import search
 from patcher.layouts.layouts import Layout
 from patcher.patterns import check_path
 
@@ -141,16 +140,14 @@ class Fusion:
     def decide(self, path: str, module: nn.Module, surroundings: Surroundings) -> Decision | None:
         """Decide about the module at a path of the model; None where the family doesn't apply to it.
 
-        Unless overridden, it calls the methods above.
+        Unless overridden, it calls the methods above. Called for modules that the patterns match.
         """
-        patterns = self.target_modules_patterns
-        if patterns and not any(search(pattern, path) for pattern in patterns):
-            return None
+        has_patterns = bool(self.target_modules_patterns)
         if not self.is_fusable(module):
-            return Decision(refusal=self.refusal(module)) if patterns else None
+            return Decision(refusal=self.refusal(module)) if has_patterns else None
         layouts = tuple(self.layouts(module))
         if layouts and (reason := surroundings.sharing(path, module, "it")):
-            return Decision(refusal=reason, is_told=bool(patterns))
+            return Decision(refusal=reason, is_told=has_patterns)
         return Decision(layouts, self.recipe(module))
 
     def decisions(self, modules: Mapping[str, nn.Module], surroundings: Surroundings) -> dict[str, Decision]:

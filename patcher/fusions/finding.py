@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.compat.models import kept_in_fp32, named_modules, named_parameters, ties
+from patcher.expressions import search
 from patcher.fusions.base import Fusion
 from patcher.fusions.fused_module import fused_class, original_of
 from patcher.fusions.methods import NotUnderstoodError
@@ -92,18 +93,21 @@ def discover(fusion: Fusion, model: PreTrainedModel) -> Findings:
     Args:
         model: the skeleton of the outermost model, as transformers builds it, on the meta device.
     """
-    surroundings, patterns = Surroundings(model), fusion.modules
+    surroundings, paths, patterns = Surroundings(model), fusion.modules, fusion.target_modules_patterns
     modules = {
         path: module
         for path, module in surroundings.modules.items()
-        if not patterns or any(matches_path(pattern, path) for pattern in patterns)
+        if not paths or any(matches_path(pattern, path) for pattern in paths)
+        if not patterns or any(search(pattern, path) for pattern in patterns)
     }
     decisions = fusion.decisions(modules, surroundings)
+    restricts = _restricts(type(fusion))
     # Step by step for all modules, not module by module.
     reasons = {
         path: reason
         for path, decision in decisions.items()
         if (reason := decision.refusal or unlike_parts(decision.layouts, modules[path]))
+        or (restricts and not fusion.is_fusable(modules[path]) and (reason := Fusion.refusal(fusion, modules[path])))
     }
     kinds = {path: (original_of(modules[path]), decisions[path].recipe) for path in decisions if path not in reasons}
     classes: dict[Any, type[nn.Module] | str] = {}
@@ -124,3 +128,9 @@ def discover(fusion: Fusion, model: PreTrainedModel) -> Findings:
         {path: cls for path in matches if not isinstance(cls := classes[kinds[path]], str)},
         reported or ({} if matches else reasons),
     )
+
+
+def _restricts(cls: type[Fusion]) -> bool:
+    """Whether a class overrides `is_fusable` of a family that decides without calling it."""
+    decides, accepts = (next(base for base in cls.__mro__ if name in vars(base)) for name in ("decide", "is_fusable"))
+    return decides not in (Fusion, accepts) and issubclass(accepts, decides)

@@ -39,6 +39,15 @@ class Projections(Fusion):
     #: the name of the joined projection
     joined_name: ClassVar[str] = ""
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name, other in (("layouts", "decide"), ("recipe", "decide"), ("make_fused_class", "make_class")):
+            if name in vars(cls):
+                raise InvalidPatcherError(
+                    f"{cls.__name__}.{name}() would never be called: how layers are joined depends on the code around "
+                    f"them. Override {other}() instead."
+                )
+
     def groups(self, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
         """Yield the groups of names, among the names of a module's children, that this family joins."""
         return iter(())

@@ -14,17 +14,35 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, LlamaModel, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 import patcher.fusions
-from patcher import PatchConflictError, PatchConstructionError, Patcher, report
+from patcher import (
+    InvalidPatcherError,
+    PatchConflictError,
+    PatchConstructionError,
+    Patcher,
+    report,
+)
 from patcher.compat.models import is_initialized, mark_initialized
-from patcher.fusions import Fusion, GateUp, Layout, Rows
+from patcher.fusions import (
+    QKV,
+    Fusion,
+    GateUp,
+    Layout,
+    PatchEmbeddings,
+    Projections,
+    Rows,
+    SequentialExperts,
+    Siblings,
+)
+from patcher.fusions.methods import NotUnderstoodError
 from patcher.layouts.carried import fused_modules, separated
+from patcher.patterns import compress
 from tests.support import shared
 from tests.support.comparing import logits
 from tests.support.surgery import fuse
-from tests.support.tiny import tiny_inputs, tiny_llama_config
+from tests.support.tiny import build_tiny, tiny_inputs, tiny_llama_config, tiny_mixtral_config, tiny_qwen2_vl_config
 
 FAMILIES = ("qkv", "kv", "gate_up", "patch_embeddings", "sequential_experts", "siblings", "split")
 
@@ -310,3 +328,52 @@ def test_a_module_of_torch_is_built_again_by_its_attributes(made: str, folder: P
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), patcher=patcher)
     assert {type(layer.mlp.down_proj) for layer in model.model.layers} == {Twice}
     assert {was for _, was, _ in report(model).fused} == {"Linear"}
+
+
+# --- a shipped family whose subclass says more ----------------------------------------------------------------------
+
+SHIPPED = [
+    (QKV, tiny_llama_config, "model.layers.{0..1}.self_attn"),
+    (GateUp, tiny_llama_config, "model.layers.{0..1}.mlp"),
+    (Siblings, tiny_llama_config, "model.layers.{0..1}.self_attn"),
+    (SequentialExperts, tiny_mixtral_config, "model.layers.{0..1}.mlp.experts"),
+    (PatchEmbeddings, tiny_qwen2_vl_config, "model.visual.patch_embed.proj"),
+]
+
+
+@pytest.mark.parametrize(("family", "config", "path"), SHIPPED, ids=[family.__name__ for family, *_ in SHIPPED])
+def test_a_subclass_of_a_shipped_family_fuses_what_its_patterns_and_is_fusable_accept(
+    family: Any, config: Callable[[], Any], path: str
+) -> None:
+    class Elsewhere(family):  # type: ignore[misc]
+        target_modules_patterns = (r"layers\.1\.",)
+
+    class Never(family):  # type: ignore[misc]
+        def is_fusable(self, module: nn.Module) -> bool:
+            return super().is_fusable(module) and False
+
+    cls = type(build_tiny(config()))
+    whole, never, elsewhere = (Patcher(fusions=each()).resolve(cls, config()) for each in (family, Never, Elsewhere))
+    assert path in compress(whole.fused)
+    assert (never.fused, set(never.refused.values())) == ({}, {"is_fusable() is False"})
+    assert never.refused.keys() == whole.fused.keys()
+    assert set(elsewhere.fused) == {key for key in whole.fused if "layers.1." in key}
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"), [("layouts", "decide"), ("recipe", "decide"), ("make_fused_class", "make_class")]
+)
+@pytest.mark.parametrize("family", [Projections, QKV, GateUp])
+def test_what_a_joining_family_would_never_call_is_refused(family: type[Projections], name: str, instead: str) -> None:
+    message = rf"Mine\.{name}\(\) would never be called: .* Override {instead}\(\) instead\."
+    with pytest.raises(InvalidPatcherError, match=message):
+        type("Mine", (family,), {name: lambda self, *arguments: ()})
+
+
+def test_a_class_alone_is_fused_where_its_code_says_enough() -> None:
+    cls = QKV().make_fused_class(LlamaAttention)
+    assert type(Patcher(fusions="qkv").apply(build_tiny(tiny_llama_config())).model.layers[0].self_attn) is cls
+    with pytest.raises(NotUnderstoodError, match=r"between the projections: .* \(act_fn isn't known\)"):
+        GateUp().make_fused_class(LlamaMLP)
+    with pytest.raises(InvalidPatcherError, match="qkv finds no projections in LlamaMLP"):
+        QKV().make_fused_class(LlamaMLP)
