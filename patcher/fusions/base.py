@@ -76,8 +76,8 @@ class Fusion:
     #: The name under which a Patcher finds the family. A fusion that is passed as an object doesn't need one.
     name: str = ""
 
-    #: Regular expressions that are searched in the path of a module. Empty: every module is considered.
-    target_modules_patterns: tuple[str, ...] = ()
+    #: Regular expressions, or one, that are searched in the path of a module. Empty: every module is considered.
+    target_modules_patterns: str | Sequence[str] = ()
 
     #: What the family looks for, for the error of a model without it: "no module has ...".
     subject: str = ""

@@ -94,6 +94,7 @@ def discover(fusion: Fusion, model: PreTrainedModel) -> Findings:
         model: the skeleton of the outermost model, as transformers builds it, on the meta device.
     """
     surroundings, paths, patterns = Surroundings(model), fusion.modules, fusion.target_modules_patterns
+    patterns = (patterns,) if isinstance(patterns, str) else patterns
     modules = {
         path: module
         for path, module in surroundings.modules.items()

@@ -164,7 +164,11 @@ def _fusions(field: str, values: Any) -> tuple[str | Fusion, ...]:
             f"{field} takes no mapping, found {values!r}; write Patcher.from_fusion_config({values!r})."
         )
     instead = "write a name, or an object of a Fusion subclass"
-    return tuple(dict.fromkeys(map(name_or_fusion, _as_list(field, values, str | Fusion | type, "a fusion", instead))))
+    fusions = [name_or_fusion(value) for value in _as_list(field, values, str | Fusion | type, "a fusion", instead)]
+    for fusion in fusions:
+        if isinstance(fusion, Fusion):
+            _expressions(f"{type(fusion).__name__}.target_modules_patterns", fusion.target_modules_patterns)
+    return tuple(dict.fromkeys(fusions))
 
 
 def _groups(field: str, values: Any) -> Groups:

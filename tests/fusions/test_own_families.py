@@ -6,6 +6,7 @@ import ast
 import copy
 import itertools
 import pickle
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -358,6 +359,29 @@ def test_a_subclass_of_a_shipped_family_fuses_what_its_patterns_and_is_fusable_a
     assert (never.fused, set(never.refused.values())) == ({}, {"is_fusable() is False"})
     assert never.refused.keys() == whole.fused.keys()
     assert set(elsewhere.fused) == {key for key in whole.fused if "layers.1." in key}
+
+
+def test_one_pattern_is_written_without_a_tuple() -> None:
+    class Second(QKV):
+        target_modules_patterns = r"layers\.1\."
+
+    resolution = Patcher(fusions=Second()).resolve(LlamaForCausalLM, tiny_llama_config())
+    assert list(resolution.fused) == ["model.layers.1.self_attn"]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (("layers.(1",), "'layers.(1' isn't a regular expression: missing ), unterminated subpattern"),
+        ((3,), "3 (int) isn't an expression; write a string."),
+        (None, "takes an expression or a list of them, found None"),
+        ("", "the empty expression is found everywhere"),
+    ],
+)
+def test_invalid_patterns_are_refused_by_the_patcher(patterns: Any, message: str) -> None:
+    family = type("Mine", (QKV,), {"target_modules_patterns": patterns})
+    with pytest.raises(InvalidPatcherError, match=rf"Mine\.target_modules_patterns.*{re.escape(message)}"):
+        Patcher(fusions=family())
 
 
 @pytest.mark.parametrize(
