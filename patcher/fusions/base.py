@@ -144,7 +144,7 @@ class Fusion:
         """
         has_patterns = bool(self.target_modules_patterns)
         if not self.is_fusable(module):
-            return Decision(refusal=self.refusal(module)) if has_patterns else None
+            return Decision(refusal=self.refusal(module) or Fusion.refusal(self, module)) if has_patterns else None
         layouts = tuple(self.layouts(module))
         if layouts and (reason := surroundings.sharing(path, module, "it")):
             return Decision(refusal=reason, is_told=has_patterns)

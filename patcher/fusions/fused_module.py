@@ -22,7 +22,7 @@ from patcher.compat.models import (
     named_modules,
     named_parameters,
 )
-from patcher.errors import PatchConstructionError
+from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.fusions.families import name_or_fusion
 from patcher.fusions.lookups import member
 from patcher.fusions.methods import is_importable
@@ -62,7 +62,11 @@ def fused_class(fusion: Fusion, original: type[nn.Module], recipe: Hashable) -> 
         classes = _classes.setdefault(original, weakref.WeakValueDictionary())
         cls = classes.get(key)
         if cls is None or not _is_current(cls, original):
-            cls = classes[key] = fusion.make_class(original, recipe)
+            made: Any = fusion.make_class(original, recipe)
+            if not (isinstance(made, type) and issubclass(made, nn.Module)):
+                what = f"{fusion!r}.make_fused_class({original.__name__})"
+                raise InvalidPatcherError(f"{what} must return a subclass of nn.Module, found {made!r}.")
+            cls = classes[key] = made
             if issubclass(cls, FusedModule) or not is_importable(cls):
                 cls._made_by = MadeBy(fusion, original, recipe)  # type: ignore[attr-defined]
                 setattr(cls, RECIPE, (fused_class, fusion, original, recipe))

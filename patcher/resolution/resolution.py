@@ -25,11 +25,11 @@ from patcher.construction.in_force import InForce
 from patcher.construction.lock import construction_lock
 from patcher.construction.meta_init import NoValues
 from patcher.display.shown import folded
-from patcher.errors import PatchConflictError
+from patcher.errors import InvalidPatcherError, PatchConflictError, PatchConstructionError, PatcherError
 from patcher.functions.models import NO_FUNCTIONS, Functions, find_functions, full_name, swap_functions
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusion_named, is_builtin, name_or_fusion
-from patcher.fusions.finding import discover
+from patcher.fusions.finding import Findings, discover
 from patcher.fusions.fused_module import FusedModule, fuse_in_place, put_in_place, takes_modules
 from patcher.layouts.carried import fused_layouts
 from patcher.layouts.layouts import Layout
@@ -159,7 +159,8 @@ def resolve_constructed(
     layouts: dict[str, tuple[Layout, ...]] = {}
     for request in dict.fromkeys(fusion for entry in entries for fusion in entry.patcher.fusions):
         fusion = fusion_named(request)
-        findings = discover(fusion, model)
+        findings, added = _found(fusion, model)
+        transforms += added
         for path, module in findings.matches.items():
             stock = [name for layout in findings.layouts.get(path, ()) for name in layout.stock]
             for claim in (path, *map(inside(path).__add__, stock)):
@@ -179,8 +180,6 @@ def resolve_constructed(
         layouts |= findings.layouts
         refused |= findings.refused
         refused_by[request] = findings.refused
-        if findings.matches:
-            transforms += fusion.make_transforms(model.config, MappingProxyType(dict(findings.matches)))
 
     return Resolution(
         classes=MappingProxyType({cls: match.replacement for cls, match in matches.items() if match is not None}),
@@ -199,6 +198,26 @@ def resolve_constructed(
             transforms=tuple(transforms),
         ),
     )
+
+
+def _found(fusion: Fusion, model: PreTrainedModel) -> tuple[Findings, list[WeightTransform]]:
+    """Return what a fusion finds in a model, and its conversions; a family may be of a user."""
+    try:
+        findings = discover(fusion, model)
+        matches = MappingProxyType(dict(findings.matches))
+        transforms = list(fusion.make_transforms(model.config, matches)) if matches else []
+    except PatcherError:
+        raise
+    except Exception as error:
+        raise PatchConstructionError(
+            f"The fusion {fusion!r} can't be applied to {type(model).__name__}: {type(error).__name__}: {error}"
+        ) from error
+    for transform in transforms:
+        if not isinstance(transform, WeightTransform):
+            raise InvalidPatcherError(
+                f"{fusion!r}.make_transforms() must return weight transforms, found {transform!r}."
+            )
+    return findings, transforms
 
 
 def replace_functions(construction: Construction, model: PreTrainedModel) -> None:

@@ -394,6 +394,41 @@ def test_what_a_joining_family_would_never_call_is_refused(family: type[Projecti
         type("Mine", (family,), {name: lambda self, *arguments: ()})
 
 
+WRONG: list[tuple[str, Any, str]] = [
+    ("make_fused_class", lambda self, cls: None, r"Mine\(\)\.make_fused_class\(LlamaMLP\) must return a subclass of "),
+    ("make_fused_class", lambda self, cls: int, r"must return a subclass of nn\.Module, found <class 'int'>"),
+    ("make_transforms", lambda self, *arguments: ["x"], "must return weight transforms, found 'x'"),
+    (
+        "make_transforms",
+        lambda self, *arguments: None,
+        r"The fusion Mine\(\) can't be applied .*: TypeError: 'NoneType'",
+    ),
+    (
+        "layouts",
+        lambda self, module: ["x"],
+        "can't be applied to LlamaForCausalLM: AttributeError: 'str' object has no",
+    ),
+    ("is_fusable", lambda self, module: module.none, "AttributeError: 'LlamaMLP' object has no attribute 'none'"),
+]
+
+
+@pytest.mark.parametrize(("name", "method", "message"), WRONG, ids=[f"{name}-{said}" for name, _, said in WRONG])
+def test_what_a_family_does_wrong_is_an_error_of_ours_that_names_it(
+    name: str, method: Any, message: str, folder: Path
+) -> None:
+    """`pipeline` would try other classes after a built-in error."""
+    family = type("Mine", (Local,), {name: method})
+    for call in (lambda: load(folder, family()), lambda: Patcher(fusions=family()).apply(load(folder))):
+        with pytest.raises((InvalidPatcherError, PatchConstructionError), match=message):
+            call()
+
+
+def test_a_refusal_without_a_reason_is_a_refusal() -> None:
+    family = type("Mine", (Local,), {"is_fusable": lambda *_: False, "refusal": lambda *_: None})
+    resolution = Patcher(fusions=family()).resolve(LlamaForCausalLM, tiny_llama_config())
+    assert (resolution.fused, set(resolution.refused.values())) == ({}, {"is_fusable() is False"})
+
+
 def test_a_class_alone_is_fused_where_its_code_says_enough() -> None:
     cls = QKV().make_fused_class(LlamaAttention)
     assert type(Patcher(fusions="qkv").apply(build_tiny(tiny_llama_config())).model.layers[0].self_attn) is cls
