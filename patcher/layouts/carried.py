@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from patcher.compat.models import add_load_hook, named_modules, remove_state_dict_hooks
 from patcher.errors import PatchedWeightsError
-from patcher.layouts.conversion import Converted
+from patcher.layouts.conversion import Converted, is_exact
 from patcher.layouts.layouts import Layout, by_itself, named_parameter
 from patcher.layouts.sharded import distribute_like, full_tensor, local_tensor
 from patcher.patterns import in_state_dict, inside
@@ -190,6 +190,13 @@ def _separate(layout: Layout, prefix: str, tensors: Mapping[str, torch.Tensor]) 
     for name, expected in zip(layout.stock, layout.stock_shapes, strict=True):
         if tuple(parts[name].shape) != tuple(expected):
             raise _not_saved(f"{prefix}{name}", f"{layout} gives {tuple(parts[name].shape)}, and it was {expected}")
+    if not is_exact(layout, next(iter(fused.values()))):
+        raise _not_saved(
+            f"{prefix}{layout.stock[0]}",
+            f"{layout} doesn't restore the values that it converts (tried with random ones). Correct its reverse, the "
+            "`reverse_op` of an operation or the `separate` of a layout, or save the runtime layout yourself with "
+            "`safetensors.torch.save_model(model, ...)`",
+        )
     return {name: by_itself(part) for name, part in parts.items()}
 
 

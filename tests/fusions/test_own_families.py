@@ -22,6 +22,7 @@ from patcher import (
     InvalidPatcherError,
     PatchConflictError,
     PatchConstructionError,
+    PatchedWeightsError,
     Patcher,
     report,
 )
@@ -227,6 +228,20 @@ class Forgotten(TurnedDown):
 class Nowhere(TurnedDown):
     def layouts(self, module: nn.Module) -> Iterable[Layout]:
         return [Transposed("kernel", "columns")]
+
+
+class Twisted(Transposed):
+    """Takes the columns in the opposite order, and leaves them so."""
+
+    def fuse(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor.T.flip(0).contiguous() for tensor in tensors]
+
+
+def test_a_layout_that_does_not_restore_values_is_not_saved(folder: Path, tmp_path: Path) -> None:
+    family = type("Mine", (TurnedDown,), {"layouts": lambda *_: [Twisted("weight", "columns")]})
+    with pytest.raises(PatchedWeightsError, match=r"\[Twisted\] doesn't restore the values that it converts"):
+        load(folder, family()).save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_parameter_that_no_layout_gives_is_an_error(folder: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -25,11 +25,13 @@ from transformers import (
 from transformers.core_model_loading import Chunk, ConversionOps, Transpose, WeightRenaming
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from patcher import PatchedWeightsError, Patcher, report
+from patcher import PatchedWeightsError, Patcher, checkpoint_weights, original_state_dict, report
 from patcher.layouts.conversion import Group
 from tests.support import shared
 from tests.support.checkpoints import assert_saved_alike, files
+from tests.support.computing import ThereOnly, Twice
 from tests.support.replacements import JOINED, JoinedAttention
+from tests.support.split_replacements import ByPowersOfTwo, InThirds
 from tests.support.tiny import save_tiny, tiny_llama_config
 
 
@@ -231,6 +233,56 @@ def test_what_cannot_be_reversed_raises_before_a_file_is_written(
     ):
         model.save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+class Tenfold(Twice):
+    """Its way back rounds: some values become their neighbours."""
+
+    factor = 10.0
+
+
+class InEighths(Twice):
+    factor = 0.125
+
+
+def computing(operation: ConversionOps) -> Patcher:
+    class Own(LlamaMLP):
+        conversion_mapping: ClassVar = [WeightConverter(["up_proj.weight"], ["up_proj.weight"], [operation])]
+
+    return Patcher({"LlamaMLP": Own})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("operation", [ThereOnly(), Tenfold(), InThirds()])
+def test_an_operation_that_does_not_restore_values_raises_before_a_file_is_written(
+    operation: ConversionOps, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    checkpoint = shared.checkpoint(tiny_llama_config())
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, patcher=computing(operation), dtype=dtype)
+    message = rf"mlp\.up_proj\.weight .* \[{type(operation).__name__}\] doesn't restore the values that it converts"
+    for call in (
+        lambda: model.save_pretrained(tmp_path / "out"),
+        lambda: list(checkpoint_weights(model)),
+        lambda: original_state_dict(model),
+        lambda: Patcher().apply(model),
+    ):
+        with pytest.raises(PatchedWeightsError, match=message):
+            call()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("operation", [Twice(), InEighths(), ByPowersOfTwo()])
+def test_what_an_operation_computes_and_restores_is_saved_as_it_was(
+    operation: ConversionOps, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    checkpoint = shared.checkpoint(tiny_llama_config())
+    model, stock = (
+        AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, **options)
+        for options in ({"patcher": computing(operation)}, {})
+    )
+    for number in range(2):  # that it was tried changes nothing that it remembers
+        assert_saved_alike(model, stock, tmp_path / str(number))
 
 
 def test_a_changed_shape_raises(tmp_path: Path) -> None:

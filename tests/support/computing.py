@@ -33,3 +33,11 @@ class TwiceInPlace(Twice):
 
     def _of(self, value: torch.Tensor) -> torch.Tensor:
         return value.mul_(self.factor)
+
+
+class ThereOnly(Twice):
+    """Doubles the values once more in place of the way back."""
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return ThereOnly()

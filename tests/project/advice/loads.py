@@ -29,6 +29,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 
 from patcher import Patcher
 from tests.project.advice import OwnMLP, Place, Steps, advice, load, same, written
+from tests.support.computing import ThereOnly, Twice
 from tests.support.gguf_files import write_qwen35_gguf
 from tests.support.offloaded import places
 from tests.support.quantizers import bnb_nf4
@@ -457,6 +458,21 @@ def an_operation_without_a_reverse(at: Place) -> Steps:
     save_model(model, str(at.tmp / "model.safetensors"))
     assert "model.layers.0.mlp.gate_up_proj.weight" in load_file(at.tmp / "model.safetensors")
     load(at.llama, JOINED).save_pretrained(at.tmp / "b")
+    assert same(load(at.tmp / "b"), at.llama)
+
+
+@advice("Correct its reverse, the `reverse_op` of an operation or the `separate` of a layout, or save the runtime ")
+def an_operation_whose_reverse_computes_something_else(at: Place) -> Steps:
+    from safetensors.torch import save_model
+
+    def doubled(operation: Twice) -> Any:
+        converter = WeightConverter(["mlp.up_proj.weight"], ["mlp.up_proj.weight"], operations=[operation])
+        return load(at.llama, Patcher(extra_weight_conversions=converter))
+
+    model = doubled(ThereOnly())
+    yield lambda: model.save_pretrained(at.tmp / "a")
+    save_model(model, str(at.tmp / "model.safetensors"))
+    doubled(Twice()).save_pretrained(at.tmp / "b")
     assert same(load(at.tmp / "b"), at.llama)
 
 
