@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from patcher.compat.models import DisableTorchFunction, named_modules
 from patcher.errors import InvalidPatcherError, PatchConflictError
+from patcher.expressions import cut
 
 
 class Copied(DTensor):
@@ -47,8 +48,17 @@ def reshard_modules(model: nn.Module) -> None:
             module.reshard()
 
 
+def check_module(model: Any) -> None:
+    """Raise for what isn't a module, such as the name of a repo."""
+    if not isinstance(model, nn.Module):
+        raise InvalidPatcherError(
+            f"The model must be an nn.Module, found {cut(repr(model))} ({type(model).__name__})."
+        )
+
+
 def check_not_flat(model: nn.Module) -> None:
     """Raise for a model whose parameters FSDP1 has flattened: their names and shapes are lost."""
+    check_module(model)
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise InvalidPatcherError(
             "FullyShardedDataParallel flattens parameters, so those of transformers can't be separated. Use "

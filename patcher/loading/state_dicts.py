@@ -40,7 +40,14 @@ from patcher.layouts.carried import (
 )
 from patcher.layouts.conversion import target_names
 from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
-from patcher.layouts.sharded import check_not_flat, distribute_like, full_tensor, local_tensor, reshard_modules
+from patcher.layouts.sharded import (
+    check_module,
+    check_not_flat,
+    distribute_like,
+    full_tensor,
+    local_tensor,
+    reshard_modules,
+)
 from patcher.layouts.transforms import converts, select_conversions
 from patcher.loading.experts import quantized_experts
 from patcher.loading.record import PatchRecord, patched_models, record_of
@@ -242,6 +249,7 @@ def original_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         PatchedWeightsError: some of it can't be restored.
     """
+    check_module(model)
     result, _ = separated(carriers_in(model), _gathered(model))
     for path, part, record in patched_models(model):
         prefix = inside(in_state_dict(path))
@@ -285,6 +293,7 @@ def load_original_state_dict(
         InvalidPatcherError: weights are on the disk, so they can't be written to in place.
         RuntimeError: as `torch.nn.Module.load_state_dict`: keys are missing or unexpected, shapes differ.
     """
+    check_module(model)
     tensors = dict(state_dict)
     tied = []
     for path, part in named_modules(model):
@@ -311,6 +320,7 @@ def load_original_state_dict(
 
 def model_of_transformers(model: nn.Module) -> PreTrainedModel:
     """Return the one model of transformers that a module is, or contains."""
+    check_not_flat(model)
     models: dict[str, PreTrainedModel] = {}
     for path, part in named_modules(model):
         if isinstance(part, PreTrainedModel) and not any(path.startswith(inside(outer)) for outer in models):
@@ -320,7 +330,6 @@ def model_of_transformers(model: nn.Module) -> PreTrainedModel:
             f"Weights are those of one model of transformers, and {type(model).__qualname__} contains "
             f"{', '.join(models) or 'none'}. Pass the model itself."
         )
-    check_not_flat(model)
     return next(iter(models.values()))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,16 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralForCausa
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from patcher import PatchedWeightsError, Patcher, PatcherWarning, UnmatchedPatchError, plan, report
+import patcher
+from patcher import (
+    InvalidPatcherError,
+    PatchedWeightsError,
+    Patcher,
+    PatcherWarning,
+    UnmatchedPatchError,
+    plan,
+    report,
+)
 from patcher.loading.routes import unfit_error
 from tests.support import shared
 from tests.support.replacements import JOIN, JOINED, OWN, Both, JoinedMLP, With, joining
@@ -237,8 +247,8 @@ def test_a_report_says_that_swapped_sources_are_not_seen(llama: Path) -> None:
     swapped = joining("mlp.up_proj.weight", "mlp.gate_proj.weight")
     model = load(llama, JOINED.replace(extra_weight_conversions=swapped))  # nothing tells: the shapes are the same
     assert "patcher.verify(model, patcher)" in " ".join(str(report(model)).split())
-    for patcher in (OWN, Patcher(fusions="gate_up")):
-        assert not report(load(llama, patcher)).unchecked
+    for right in (OWN, Patcher(fusions="gate_up")):
+        assert not report(load(llama, right)).unchecked
 
 
 # --- fusions -------------------------------------------------------------------------------------------------------
@@ -296,3 +306,31 @@ def test_of_many_keys_the_rest_is_counted() -> None:
     many = [f"{name}.weight" for name in "abcdefghijkl"]
     assert "\n  j.weight\n  and 2 more\nFuse" in str(unfit_error({"quantized": many}))
     assert "more" not in str(unfit_error({"quantized": ["a.weight"]}))
+
+
+# --- what takes a model ----------------------------------------------------------------------------------------------
+
+OPTIMIZER = torch.optim.AdamW([nn.Parameter(torch.zeros(2))])
+OF_A_MODEL: dict[str, Callable[[Any], Any]] = {
+    "checkpoint_weights": lambda model: list(patcher.checkpoint_weights(model)),
+    "checkpoint_metadata": patcher.checkpoint_metadata,
+    "load_checkpoint_weights": lambda model: patcher.load_checkpoint_weights(model, {}),
+    "original_state_dict": patcher.original_state_dict,
+    "load_original_state_dict": lambda model: patcher.load_original_state_dict(model, {}),
+    "fused_parameters": patcher.fused_parameters,
+    "original_optimizer_state_dict": lambda model: patcher.original_optimizer_state_dict(model, OPTIMIZER),
+    "load_original_optimizer_state_dict": lambda model: patcher.load_original_optimizer_state_dict(
+        model, OPTIMIZER, {}
+    ),
+    "save_new_weights": lambda model: patcher.save_new_weights(model, "folder"),
+    "load_new_weights": lambda model: patcher.load_new_weights(model, "folder"),
+}
+
+
+@pytest.mark.parametrize("name", OF_A_MODEL)
+@pytest.mark.parametrize(
+    ("given", "found"), [(None, r"None \(NoneType\)"), ("gpt2", r"'gpt2' \(str\)"), ({}, r"\{\} \(dict\)")]
+)
+def test_what_is_no_model_is_refused_by_what_takes_one(name: str, given: Any, found: str) -> None:
+    with pytest.raises(InvalidPatcherError, match=rf"The model must be an nn\.Module, found {found}\."):
+        OF_A_MODEL[name](given)
