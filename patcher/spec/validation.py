@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
@@ -111,6 +112,9 @@ def _replacement(what: str, cls: Any) -> Any:
             f"{what} must be a subclass of nn.Module, found {cls.__qualname__}, which derives "
             f"from {', '.join(base.__name__ for base in cls.__bases__)}; write class {cls.__name__}(nn.Module)."
         )
+    if inspect.isabstract(cls):
+        methods = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
+        raise InvalidPatcherError(f"{what}: {cls.__qualname__} is abstract; write a subclass that implements {methods}.")
     _conversions(f"{cls.__qualname__}.conversion_mapping", getattr(cls, "conversion_mapping", ()))
     return cls
 

@@ -7,6 +7,7 @@ import inspect
 import pickle
 import re
 import threading
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,11 @@ from tests.support.tiny import save_tiny, tiny_llama_config
 
 class One(nn.Module):
     pass
+
+
+class Abstract(One, ABC):
+    @abstractmethod
+    def scale(self) -> float: ...
 
 
 class Two(nn.Module):
@@ -151,6 +157,10 @@ def test_repr_reads_like_the_call() -> None:
         (
             {"class_mapping": {"LlamaMLP": int}},
             "must be a subclass of nn.Module, found int, which derives from object",
+        ),
+        (
+            {"class_mapping": {"LlamaMLP": Abstract}},
+            r"class_mapping\['LlamaMLP'\]: Abstract is abstract; write a subclass that implements scale",
         ),
         ({"class_mapping": {"LlamaMLP": "One"}}, r"must be a class, found 'One' \(str\)"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 import re
+from abc import ABC, abstractmethod
 from functools import partial
 from typing import Any
 
@@ -137,6 +138,20 @@ def a_class_for_a_function(at: Place) -> Steps:
 def a_class_as_a_key(at: Place) -> Steps:
     said = yield lambda: Patcher({LlamaMLP: OwnMLP})  # type: ignore[dict-item]
     assert same(load(at.llama, Patcher({written(said, r"write (.*)\.$"): OwnMLP})), at.llama)
+
+
+@advice("write a subclass that implements {}.")
+def an_abstract_class(at: Place) -> Steps:
+    class Scaled(LlamaMLP, ABC):
+        @abstractmethod
+        def scale(self) -> float: ...
+
+    class Doubled(Scaled):
+        def scale(self) -> float:
+            return 2.0
+
+    yield lambda: Patcher({"LlamaMLP": Scaled})
+    assert load(at.llama, Patcher({"LlamaMLP": Doubled})).model.layers[0].mlp.scale() == 2
 
 
 @advice("write the class itself, derived from the class that it replaces: not an object, its name, or a function ")
