@@ -45,7 +45,7 @@ from transformers.core_model_loading import (
 from patcher.compat.conversions import copy_transform, dot_natural_key
 from patcher.errors import PatchedWeightsError
 from patcher.layouts.layouts import Layout
-from patcher.layouts.transforms import describe
+from patcher.layouts.transforms import describe, has_known_operations
 
 _ANCHOR = re.compile(r".*\\\d")
 #: Operations that only move values, whatever the shapes of their tensors are.
@@ -179,13 +179,19 @@ class Converted(Layout):
 @torch.no_grad()
 def convert(layout: Converted, tensors: Sequence[Any], model: Any) -> dict[str, torch.Tensor]:
     """Convert the parts of a layer, and return the parameters by name; operations may read the model."""
+    if not has_known_operations(layout.transform):  # which may write into what they are given
+        tensors = [tensor.clone() for tensor in tensors]
     copy = copy_transform(layout.transform)
     copy.operations = list(layout.operations)
     object.__setattr__(copy, "target_patterns", endings(copy))  # assigning it raises
     for index, (pattern, tensor) in enumerate(zip(layout.patterns, tensors, strict=True)):
         copy.add_tensor(layout.target, str(index), pattern, tensor)
-    parameters = copy.convert(layout.target, model=model, config=model.config)
-    return {name: single(tensor) for name, tensor in parameters.items()}
+    converted = copy.convert(layout.target, model=model, config=model.config)
+    parameters: dict[str, Any] = {name: single(tensor) for name, tensor in converted.items()}
+    for name, value in parameters.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} is a {type(value).__name__}, not a tensor")
+    return parameters
 
 
 def is_exact(layout: Layout, fused: torch.Tensor) -> bool:
@@ -204,7 +210,9 @@ def is_exact(layout: Layout, fused: torch.Tensor) -> bool:
     values = [torch.randn(size, generator=generator, device=device) for size in layout.stock_shapes]
     stock = [(scale * value).to(fused.dtype) for value in values]
     restored = copy.separate(copy.fuse([tensor.clone() for tensor in stock]))
-    if not all(map(torch.equal, restored, stock)):
+    if not all(
+        one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(restored, stock, strict=True)
+    ):
         return False
     _exact[id(layout)] = layout
     return True

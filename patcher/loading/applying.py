@@ -256,7 +256,9 @@ def _convert(load: Loaded, checkpoint: Mapping[str, torch.Tensor], model: PreTra
                 "would be joined. Cast the model to one dtype first, with model.to(...)."
             )
         values = list(parts.values())
-        converted |= zip(item.parameters, layout.fuse(values) if layout is not None else values, strict=True)
+        if layout is not None:
+            values = [value.to(values[0].dtype) for value in layout.fuse(values)]  # as a load does
+        converted |= zip(item.parameters, values, strict=True)
     return {name: value for name, value in converted.items() if name not in load.routing.absent}
 
 

@@ -114,7 +114,9 @@ def _replacement(what: str, cls: Any) -> Any:
         )
     if inspect.isabstract(cls):
         methods = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
-        raise InvalidPatcherError(f"{what}: {cls.__qualname__} is abstract; write a subclass that implements {methods}.")
+        raise InvalidPatcherError(
+            f"{what}: {cls.__qualname__} is abstract; write a subclass that implements {methods}."
+        )
     _conversions(f"{cls.__qualname__}.conversion_mapping", getattr(cls, "conversion_mapping", ()))
     return cls
 

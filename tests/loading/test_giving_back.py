@@ -29,7 +29,7 @@ from patcher import PatchedWeightsError, Patcher, checkpoint_weights, original_s
 from patcher.layouts.conversion import Group
 from tests.support import shared
 from tests.support.checkpoints import assert_saved_alike, files
-from tests.support.computing import ThereOnly, Twice
+from tests.support.computing import InDouble, ThereOnly, Twice, TwiceInPlace
 from tests.support.replacements import JOINED, JoinedAttention
 from tests.support.split_replacements import ByPowersOfTwo, InThirds
 from tests.support.tiny import save_tiny, tiny_llama_config
@@ -253,7 +253,7 @@ def computing(operation: ConversionOps) -> Patcher:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("operation", [ThereOnly(), Tenfold(), InThirds()])
+@pytest.mark.parametrize("operation", [ThereOnly(), Tenfold(), InThirds(), InDouble()])
 def test_an_operation_that_does_not_restore_values_raises_before_a_file_is_written(
     operation: ConversionOps, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -283,6 +283,21 @@ def test_what_an_operation_computes_and_restores_is_saved_as_it_was(
     )
     for number in range(2):  # that it was tried changes nothing that it remembers
         assert_saved_alike(model, stock, tmp_path / str(number))
+
+
+@pytest.mark.parametrize("operation", [TwiceInPlace(), InDouble()])
+def test_an_operation_may_write_into_what_it_is_given_and_compute_in_another_type(operation: ConversionOps) -> None:
+    """What it was given is the model in memory, or a state dict of the caller."""
+    checkpoint = shared.checkpoint(tiny_llama_config())
+    stock = AutoModelForCausalLM.from_pretrained(checkpoint)
+    before = {name: tensor.clone() for name, tensor in stock.state_dict().items()}
+    state_dict, patcher = copy.deepcopy(before), computing(operation)
+    loaded = AutoModelForCausalLM.from_pretrained(checkpoint, patcher=patcher)
+    from_memory = LlamaForCausalLM.from_pretrained(None, config=stock.config, state_dict=state_dict, patcher=patcher)
+    for model in (loaded, from_memory, patcher.apply(stock)):
+        assert torch.equal(model.model.layers[1].mlp.up_proj.weight, 2 * before["model.layers.1.mlp.up_proj.weight"])
+    for after in (stock.state_dict(), state_dict):
+        assert all(torch.equal(after[name], before[name]) for name in before)
 
 
 def test_a_changed_shape_raises(tmp_path: Path) -> None:

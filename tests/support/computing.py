@@ -41,3 +41,10 @@ class ThereOnly(Twice):
     @property
     def reverse_op(self) -> ConversionOps:
         return ThereOnly()
+
+
+class InDouble(Twice):
+    """Leaves its results in double precision."""
+
+    def _of(self, value: torch.Tensor) -> torch.Tensor:
+        return value.double() * self.factor
