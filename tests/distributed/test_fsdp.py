@@ -18,6 +18,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 
 from patcher import (
     InvalidPatcherError,
+    PatchedWeightsError,
     Patcher,
     PatcherError,
     original_state_dict,
@@ -123,6 +124,11 @@ def _as_one_process(folder: Path, rank: int) -> None:
         model = AutoModelForCausalLM.from_pretrained(place, patcher=patcher, **options, **split())
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), name
         assert torch.equal(logits(model, inputs), logits(one, inputs)), name
+        if name == "in thirds":  # it rounds, which can't be reversed
+            compared(all_whole(dict(model.state_dict())), dict(one.state_dict()), rounding=0)
+            with pytest.raises(PatchedWeightsError, match="doesn't restore the values that it converts"):
+                model.save_pretrained(folder / name)
+            continue
         compared(original_state_dict(model), original_state_dict(one), rounding=0)
         for (key, buffer), other in zip(model.named_buffers(), one.buffers(), strict=True):
             assert torch.equal(buffer, other), f"{name}: {key}"
