@@ -212,6 +212,8 @@ def _uncalled_function(key: str, functions: Functions) -> str:
     name = key.rpartition(":")[2]
     if name in functions.hints:
         hint = functions.hints[name]
+    elif name in functions.known and name == key:
+        hint = " but its replacement, which is the same function"
     elif name in functions.known:
         hint = f": the model calls another function of that name; write {name!r} for any"
     else:

@@ -301,6 +301,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         UnmatchedPatchError,
         "nothing in the modeling code calls 'apply_rotary_emb'; nearest: apply_rotary_pos_emb",
     ),
+    "itself": (
+        {"rotate_half": modeling_llama.rotate_half},
+        UnmatchedPatchError,
+        "nothing in the modeling code calls 'rotate_half' but its replacement, which is the same function",
+    ),
     "that of another model": (
         {"transformers.models.mistral.modeling_mistral:rotate_half": fewer},
         UnmatchedPatchError,
