@@ -33,8 +33,8 @@ def named_parameter(module: Any, name: str) -> nn.Parameter | None:
 class Layout:
     """Parameters that are converted together: a value that is the same for all identical modules.
 
-    A subclass implements `fuse`, and its inverse `separate`. Both take tensors, also on the meta device, and keep
-    every value.
+    A subclass implements `fuse`, and its exact inverse `separate`. Both take tensors, also on the meta device, and
+    don't write into them.
 
     Args:
         stock: the stock parameters, by their names in the module; a single one may be given as a string.
