@@ -245,6 +245,15 @@ class InEighths(Twice):
     factor = 0.125
 
 
+class OfSmallValues(Twice):
+    """Takes no value beyond 2, as some of a normal distribution are."""
+
+    def _of(self, value: torch.Tensor) -> torch.Tensor:
+        if value.is_meta or value.abs().max() < 2:
+            return super()._of(value)
+        raise ValueError
+
+
 def computing(operation: ConversionOps) -> Patcher:
     class Own(LlamaMLP):
         conversion_mapping: ClassVar = [WeightConverter(["up_proj.weight"], ["up_proj.weight"], [operation])]
@@ -272,7 +281,7 @@ def test_an_operation_that_does_not_restore_values_raises_before_a_file_is_writt
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("operation", [Twice(), InEighths(), ByPowersOfTwo()])
+@pytest.mark.parametrize("operation", [Twice(), InEighths(), ByPowersOfTwo(), OfSmallValues()])
 def test_what_an_operation_computes_and_restores_is_saved_as_it_was(
     operation: ConversionOps, dtype: torch.dtype, tmp_path: Path
 ) -> None:
