@@ -76,7 +76,7 @@ def endings(converter: WeightConverter) -> list[str]:
 
 def only_moves(transform: WeightConverter) -> bool:
     """Whether a conversion only moves values, in the same way for all shapes."""
-    return all(type(operation) in _MOVEMENTS for operation in transform.operations)
+    return has_known_operations(transform) and all(type(operation) in _MOVEMENTS for operation in transform.operations)
 
 
 def single(value: Any) -> Any:
@@ -195,13 +195,15 @@ def convert(layout: Converted, tensors: Sequence[Any], model: Any) -> dict[str, 
 
 
 def is_exact(layout: Layout, fused: torch.Tensor) -> bool:
-    """Whether a layout restores values exactly; one of a user, or with operations of a user, is tried on random ones.
+    """Whether a layout restores values exactly; one of a user, or of a conversion of a user, is tried on random ones.
 
     Args:
         fused: one of its parameters, for the dtype and the device.
     """
-    code = [type(layout), *map(type, layout.operations if isinstance(layout, Converted) else ())]
-    is_known = all(cls.__module__.startswith(("transformers.", "patcher.")) for cls in code)
+    if isinstance(layout, Converted):
+        is_known = has_known_operations(layout.transform)
+    else:
+        is_known = type(layout).__module__.startswith("patcher.")
     if is_known or _exact.get(id(layout)) is layout:
         return True
     device = torch.device("cpu") if fused.is_meta else fused.device

@@ -79,11 +79,9 @@ def is_concatenation(transform: Any) -> bool:
 
 
 def has_known_operations(transform: WeightTransform) -> bool:
-    """Whether all operations are those of transformers or this package, which don't depend on values."""
-    return all(
-        type(operation).__module__.startswith(("transformers.", "patcher."))
-        for operation in getattr(transform, "operations", ())
-    )
+    """Whether a transform and its operations are of transformers or this package, which don't depend on values."""
+    code = (transform, *getattr(transform, "operations", ()))
+    return all(type(each).__module__.startswith(("transformers.", "patcher.")) for each in code)
 
 
 # --- the conversions of a load ---------------------------------------------------------------------------------------

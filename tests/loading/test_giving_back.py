@@ -25,8 +25,16 @@ from transformers import (
 from transformers.core_model_loading import Chunk, ConversionOps, Transpose, WeightRenaming
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from patcher import PatchedWeightsError, Patcher, checkpoint_weights, original_state_dict, report
-from patcher.layouts.conversion import Group
+from patcher import (
+    InvalidPatcherError,
+    PatchedWeightsError,
+    Patcher,
+    checkpoint_weights,
+    original_optimizer_state_dict,
+    original_state_dict,
+    report,
+)
+from patcher.layouts.conversion import Group, single
 from tests.support import shared
 from tests.support.checkpoints import assert_saved_alike, files
 from tests.support.computing import InDouble, ThereOnly, Twice, TwiceInPlace
@@ -278,6 +286,27 @@ def test_an_operation_that_does_not_restore_values_raises_before_a_file_is_writt
         with pytest.raises(PatchedWeightsError, match=message):
             call()
     assert not (tmp_path / "out").exists()
+
+
+class Doubling(WeightConverter):
+    """Computes by itself, not by an operation."""
+
+    def convert(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: 2 * single(value) for name, value in super().convert(*args, **kwargs).items()}
+
+
+def test_a_conversion_that_computes_by_itself_is_tried_as_its_operations_are(tmp_path: Path) -> None:
+    class Own(LlamaMLP):
+        conversion_mapping: ClassVar = [Doubling(["up_proj.weight"], ["up_proj.weight"], [Transpose(), Transpose()])]
+
+    model = AutoModelForCausalLM.from_pretrained(
+        shared.checkpoint(tiny_llama_config()), patcher=Patcher({"LlamaMLP": Own})
+    )
+    with pytest.raises(PatchedWeightsError, match="doesn't restore the values that it converts"):
+        model.save_pretrained(tmp_path / "out")
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(InvalidPatcherError, match="isn't known to only move values"):
+        original_optimizer_state_dict(model, optimizer)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
