@@ -69,7 +69,8 @@ class Patcher:
     Args:
         filtered_weight_conversion_patterns: expressions; a stock conversion is dropped if one of them is found in its
             source or target patterns.
-        extra_weight_conversions: conversions that precede the remaining ones, in this order.
+        extra_weight_conversions: conversions that precede the remaining ones, in this order. A model can be saved in
+            the original format if the `reverse_op` of each operation restores values exactly.
 
     *Expectations of a load, which otherwise raises*
 
