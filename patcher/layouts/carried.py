@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from patcher.compat.models import add_load_hook, named_modules, remove_state_dict_hooks
 from patcher.errors import PatchedWeightsError
-from patcher.layouts.conversion import Converted, is_exact
-from patcher.layouts.layouts import Layout, by_itself, named_parameter
+from patcher.layouts.conversion import Converted
+from patcher.layouts.layouts import Layout, by_itself, is_exact, named_parameter
 from patcher.layouts.sharded import distribute_like, full_tensor, local_tensor
 from patcher.patterns import in_state_dict, inside
 

@@ -25,7 +25,6 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from transformers.core_model_loading import (
@@ -58,10 +57,6 @@ def target_names(converter: WeightConverter, first: str) -> list[str]:
     """Return the parameters that a converter makes, by its patterns alone, given the first of them."""
     target, *targets = endings(converter)
     return [first, *(first.replace(target, other) for other in targets)]
-
-
-#: id -> the layouts that were tried, and restored values exactly.
-_exact: WeakValueDictionary[int, Layout] = WeakValueDictionary()
 
 
 def endings(converter: WeightConverter) -> list[str]:
@@ -150,6 +145,9 @@ class Converted(Layout):
                 )
         return parts
 
+    def is_known(self) -> bool:
+        return has_known_operations(self.transform)
+
     def fused_shapes(self) -> list[torch.Size]:
         return list(self.shapes)
 
@@ -192,35 +190,6 @@ def convert(layout: Converted, tensors: Sequence[Any], model: Any) -> dict[str, 
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} is a {type(value).__name__}, not a tensor")
     return parameters
-
-
-def is_exact(layout: Layout, fused: torch.Tensor) -> bool:
-    """Whether a layout restores values exactly; one of a user, or of a conversion of a user, is tried on random ones.
-
-    Args:
-        fused: one of its parameters, for the dtype and the device.
-    """
-    if isinstance(layout, Converted):
-        is_known = has_known_operations(layout.transform)
-    else:
-        is_known = type(layout).__module__.startswith("patcher.")
-    if is_known or _exact.get(id(layout)) is layout:
-        return True
-    device = torch.device("cpu") if fused.is_meta else fused.device
-    copy, generator = deepcopy(layout), torch.Generator(device).manual_seed(0)  # operations may remember values
-    scale = 1 if fused.dtype.is_floating_point else 100
-    values = [torch.randn(size, generator=generator, device=device) for size in layout.stock_shapes]
-    stock = [(scale * value).to(fused.dtype) for value in values]
-    try:
-        restored = copy.separate(copy.fuse([tensor.clone() for tensor in stock]))
-    except Exception:  # it takes certain values only
-        return True
-    if not all(
-        one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(restored, stock, strict=True)
-    ):
-        return False
-    _exact[id(layout)] = layout
-    return True
 
 
 @dataclass(eq=False)

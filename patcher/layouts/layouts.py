@@ -12,8 +12,11 @@ torch.Size([7, 2])
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self, TypeGuard
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -62,6 +65,10 @@ class Layout:
         """Return the stock parameters of the fused ones: the inverse of `fuse`."""
         raise NotImplementedError
 
+    def is_known(self) -> bool:
+        """Whether all of its code is of transformers or this package."""
+        return type(self).__module__.startswith("patcher.")
+
     def of(self, module: nn.Module) -> Self:
         """Return the layout with the shapes of a module.
 
@@ -88,6 +95,33 @@ class Layout:
 
     def __str__(self) -> str:
         return f"{', '.join(self.stock)} -> {', '.join(self.fused)} [{type(self).__name__}]"
+
+
+#: id -> the layouts for which `is_exact` found nothing.
+_exact: WeakValueDictionary[int, Layout] = WeakValueDictionary()
+
+
+def is_exact(layout: Layout, fused: torch.Tensor) -> bool:
+    """Whether a layout restores values exactly: one with code of a user is tried on random ones, once.
+
+    Args:
+        fused: one of its parameters, for the dtype and the device.
+    """
+    if layout.is_known() or _exact.get(id(layout)) is layout:
+        return True
+    device = torch.device("cpu") if fused.is_meta else fused.device
+    copy, generator = deepcopy(layout), torch.Generator(device).manual_seed(0)  # operations may remember values
+    scale = 1 if fused.dtype.is_floating_point else 100
+    values = [torch.randn(size, generator=generator, device=device) for size in layout.stock_shapes]
+    stock = [(scale * value).to(fused.dtype) for value in values]
+    restored = stock
+    with suppress(Exception):  # it may take certain values only
+        restored = copy.separate(copy.fuse([tensor.clone() for tensor in stock]))
+    pairs = zip(restored, stock, strict=True)
+    if not all(one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs):
+        return False
+    _exact[id(layout)] = layout
+    return True
 
 
 def partly_frozen(frozen: Sequence[str], parts: Iterable[str]) -> str:
