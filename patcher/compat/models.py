@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 from collections import Counter
@@ -41,6 +40,7 @@ from transformers.utils.hub import get_checkpoint_shard_files, has_file as _has_
 
 from patcher.compat.modeling_code import STANDS_FOR, unrebound
 from patcher.patterns import inside
+from patcher.source.reading import signature_of
 
 #: Attributes of `PreTrainedModel` that a replacement doesn't inherit from the original.
 _OF_ONE_CLASS = ("config_class", "_auto_class", "model_tags")
@@ -306,7 +306,7 @@ def class_in(auto_class: Any, config: PretrainedConfig) -> type[PreTrainedModel]
 
 def cache_argument(model: nn.Module) -> str | None:
     """Return the name of the cache argument of a model, `cache` from 5.24 on, None if it has none."""
-    parameters = inspect.signature(model.forward).parameters
+    parameters = signature_of(model.forward).parameters
     return next((name for name in ("cache", "past_key_values") if name in parameters), None)
 
 

@@ -35,6 +35,7 @@ from patcher.construction.in_force import Block, InForce, Outcome, construction_
 from patcher.construction.meta_init import MetaInit, without_value
 from patcher.errors import PatchConflictError, PatchConstructionError, PatcherError
 from patcher.patterns import inside
+from patcher.source.reading import signature_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,7 +217,7 @@ def _check_parameters(original: type[nn.Module], replacement: type[nn.Module]) -
     """Raise if `forward` has a parameter by its old name: an argument by the new name would be lost in `**kwargs`."""
     if not (renamed := renamed_parameters(original.forward)):
         return
-    parameters = inspect.signature(replacement.forward).parameters
+    parameters = signature_of(replacement.forward).parameters
     for old, new in renamed.items():
         if old in parameters and new not in parameters:
             raise PatchConstructionError(
@@ -387,7 +388,7 @@ def _attributes(path: str, module: nn.Module, match: Match) -> tuple[tuple[Any, 
     """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    accepted = inspect.signature(match.replacement).parameters
+    accepted = signature_of(match.replacement).parameters
     accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     for name, parameter in inspect.signature(type(module)).parameters.items():
         if name in ("device", "dtype") or name.startswith("_"):

@@ -89,9 +89,10 @@ def _gate(cls: type[nn.Module], before: Any) -> Any:
 
 
 def own_members(cls: type) -> dict[str, Any]:
-    """Return the members of a class itself, without a gate."""
+    """Return the members of a class itself, without a gate and its annotations."""
     with process_lock:
-        members, gate = dict(vars(cls)), bound.get((id(cls), "__init__"))
+        members = {name: value for name, value in vars(cls).copy().items() if not name.startswith("__annot")}
+        gate = bound.get((id(cls), "__init__"))
         if gate is not None and members.get("__init__") is gate.after:
             del members["__init__"]
             if gate.before is not None:

@@ -280,7 +280,7 @@ class Graph:
 
     def members(self, cls: type) -> list[Edge]:
         """Return the edges to the members of a class and of its bases."""
-        skipped = ("__dict__", "__weakref__", "__annotations__", "__init_subclass__", "__class_getitem__")
+        skipped = ("__dict__", "__weakref__", "__init_subclass__", "__class_getitem__")
         members = [item for base in filter(is_followed, cls.__mro__) for item in own_members(base).items()]
         unused = nn.Module, PretrainedConfig  # built before, or by code that names them
         used = [

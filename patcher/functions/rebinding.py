@@ -8,6 +8,7 @@ caches by code object. Copies don't see what is bound in the module later.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Container, Iterator, Mapping
@@ -95,7 +96,7 @@ class Rebinder:
                 cell.cell_contents = self.copy(variables[name])
         copied.__defaults__ = function.__defaults__ and tuple(map(self.copy, function.__defaults__))
         copied.__kwdefaults__ = self._copies(function.__kwdefaults__ or {}) or None
-        for name in ("__qualname__", "__module__", "__doc__", "__annotations__", "__type_params__"):
+        for name in functools.WRAPPER_ASSIGNMENTS:
             if hasattr(function, name):
                 setattr(copied, name, getattr(function, name))
         copied.__dict__.update({**self._copies(vars(function)), REBOUND: function})

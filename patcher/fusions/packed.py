@@ -11,7 +11,6 @@ gate after the up projection, GPT-NeoX a part of each for every head.
 from __future__ import annotations
 
 import ast
-import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from patcher.fusions.methods import (
     self_of,
 )
 from patcher.fusions.qkv import ROLES
+from patcher.source.reading import signature_of
 
 #: Word -> the word for the same role in the first group: `query` -> `q`.
 _SYNONYMS = {word: role for words in ROLES for word, role in zip(words, ROLES[0], strict=True)}
@@ -79,7 +79,7 @@ def packed_rows(owner: nn.Module, packed: str, parts: Sequence[str]) -> PackedRo
     if not calling:
         raise NotUnderstoodError(f"no method of {type(owner).__name__} calls self.{packed}(...)")
     for method in calling:
-        _, first, *others = inspect.signature(method.function).parameters
+        _, first, *others = signature_of(method.function).parameters
         passed = {name for call in _calls(method, packed) for name in names_in(call)}
         # Inputs of several ranks, as text, packed sequences and images have, and of enough tokens for windows.
         shapes = ((1, 4), (4,), (1, 2, 2), (1, 256))
@@ -117,7 +117,7 @@ class _Execution:
         self.outputs: list[torch.Tensor] = []
         self.masks: dict[str, torch.Tensor] = {}  # assigned variable -> whether it depends on each row
         self.namespace: dict[str, Any] = {**method.function.__globals__, _OUTPUT: self._output}
-        for parameter in inspect.signature(method.function).parameters.values():
+        for parameter in signature_of(method.function).parameters.values():
             default = None if parameter.default is parameter.empty else parameter.default
             variadic: dict[Any, Any] = {parameter.VAR_POSITIONAL: (), parameter.VAR_KEYWORD: {}}
             value = tensor if parameter.name in inputs else variadic.get(parameter.kind, default)

@@ -35,6 +35,7 @@ from patcher.fusions.methods import (
     unwrapped,
 )
 from patcher.source.call_sites import shortened
+from patcher.source.reading import signature_of
 
 #: Methods of values, and functions of torch, that modify something or expose memory, though their names don't end in
 #: an underscore; and those that may write into a weight or statistics.
@@ -459,7 +460,7 @@ class Body:
                 values, states = dict.fromkeys(names, False), set()
             values |= {keyword.arg or "**": self.is_value(keyword.value) for keyword in node.keywords}
             if "**" not in values:
-                for name, parameter in inspect.signature(function).parameters.items():
+                for name, parameter in signature_of(function).parameters.items():
                     values.setdefault(name, isinstance(parameter.default, _CONSTANT_TYPES))
             return self._returns_value(method, module, {name for name in names if values.get(name)}, states), ""
         except NotUnderstoodError as error:

@@ -51,6 +51,8 @@ _REFLECTIVE = frozenset(
 )
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), torch.device)
 _LOCAL = frozenset(dis.haslocal) | frozenset(dis.hasfree)
+#: Where a function is defined, and whether it has a docstring (both since Python 3.14, but for the first).
+_IGNORED_FLAGS = inspect.CO_NESTED | getattr(inspect, "CO_HAS_DOCSTRING", 0) | getattr(inspect, "CO_METHOD", 0)
 #: Relative imports depend on the package of the module, and an assigned global is state of the module.
 _MODULE_OPERATIONS = frozenset({"IMPORT_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 #: The parts of some objects around functions; a subclass of theirs may do anything.
@@ -229,7 +231,7 @@ def of_code(code: types.CodeType) -> Code:
         else:
             value = instruction.arg
         operations.append((instruction.opcode, value))
-    shape = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags & ~inspect.CO_NESTED
+    shape = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags & ~_IGNORED_FLAGS
     # A global name has different indices in a nested function and here.
     nested_indices = tuple(tuple(global_names.index(name) for name in function.global_names) for function in nested)
     return Code(

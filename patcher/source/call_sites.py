@@ -6,8 +6,9 @@ Calls are followed as modeling code writes them: `self.mlp(...)`, lists of layer
 from __future__ import annotations
 
 import ast
-import inspect
 from typing import Any
+
+from patcher.source.reading import signature_of
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -61,7 +62,7 @@ def why_unfit(call: ast.Call, original: Any, patched: Any, first: tuple[None, ..
 
 def _mismatch(call: ast.Call, function: Any, first: tuple[None, ...]) -> str:
     try:
-        signature = inspect.signature(function)  # of the wrapped function, for a wrapper
+        signature = signature_of(function)  # of the wrapped function, for a wrapper
     except (TypeError, ValueError):
         return ""
     starred = any(isinstance(argument, ast.Starred) for argument in call.args)

@@ -23,6 +23,13 @@ from patcher.errors import CodegenError, PatcherWarning, calling_frame
 from patcher.source.scopes import Definition, start_line, statements_of
 from patcher.source.texts import Text, dedented
 
+#: From Python 3.14 on annotations are evaluated late, and may name what is imported for type checkers only.
+_LATE: dict[str, Any] = {}
+if sys.version_info >= (3, 14):
+    import annotationlib
+
+    _LATE["annotation_format"] = annotationlib.Format.FORWARDREF
+
 #: The methods of configs that decorate definitions, which are copied without them.
 _DECORATORS = ("replace_class", "replace_function", "override_method", "modify_init", "add_helper", "add_helper_after")
 #: The warnings that were issued: one of a file that is generated several times is issued once.
@@ -43,6 +50,11 @@ class Location:
     def warn(self, text: str) -> None:
         """Issue a warning at this line, once for each text."""
         warnings.warn_explicit(text, PatcherWarning, self.file, self.line, registry=_WARNED)
+
+
+def signature_of(function: Any) -> inspect.Signature:
+    """Return the signature of a function or class, whatever its annotations name."""
+    return inspect.signature(function, **_LATE)
 
 
 def caller() -> Location:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import inspect
 import types
 import weakref
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from torch import nn
 
 from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.layouts.carried import RECIPE, reduce_by_recipe
+from patcher.source.reading import signature_of
 
 #: Attributes of a layer beside its forward.
 FLAGS = ("has_backward", "can_torch_compile")
@@ -101,7 +101,7 @@ class _Absent:
 def _made(original: type[nn.Module], layer: type[nn.Module]) -> type[nn.Module]:  # pickles refer to it
     if (cls := _classes.get((original, layer))) is not None:
         return cls
-    new, old = (inspect.signature(cls.forward) for cls in (layer, original))
+    new, old = (signature_of(cls.forward) for cls in (layer, original))
     if [param.kind for param in new.parameters.values()] != [param.kind for param in old.parameters.values()]:
         raise PatchConstructionError(
             f"{layer.__qualname__}.forward{new} has other parameters than {original.__qualname__}.forward{old}, in "

@@ -14,7 +14,7 @@ from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import copy_transform, source_patterns
 from patcher.errors import InvalidPatcherError, PatchConflictError, did_you_mean
-from patcher.expressions import check_number, checked_expression
+from patcher.expressions import check_number, checked_expression, cut
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import name_or_fusion
 from patcher.layouts.transforms import describe, identity
@@ -127,12 +127,12 @@ def _as_list(field: str, values: Any, kind: Any, what: str, instead: str) -> lis
         return [values]
     if not _is_list(values):
         raise InvalidPatcherError(
-            f"{field} takes {what} or a list of them, found {values!r} ({type(values).__name__})."
+            f"{field} takes {what} or a list of them, found {cut(repr(values))} ({type(values).__name__})."
         )
     result = list(values)
     for value in result:
         if not isinstance(value, kind):
-            raise InvalidPatcherError(f"{field}: {value!r} ({type(value).__name__}) isn't {what}; {instead}.")
+            raise InvalidPatcherError(f"{field}: {cut(repr(value))} ({type(value).__name__}) isn't {what}; {instead}.")
     return result
 
 

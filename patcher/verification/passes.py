@@ -20,6 +20,7 @@ from transformers import Cache
 from patcher.compat.models import named_parameters
 from patcher.loading.saving import saved_state_dict
 from patcher.patterns import parents
+from patcher.source.reading import signature_of
 
 #: In the results of a pass, the prefix of the names of gradients, and the suffix of those of the arguments after it.
 GRADIENT, AFTER = "the gradient of ", " after the call"
@@ -155,7 +156,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 def parameters_of(model: Any, method: str = "forward") -> dict[str, inspect.Parameter]:
     """Return the parameters of a method by name, without `self`."""
-    return dict(inspect.signature(getattr(model, method)).parameters)
+    return dict(signature_of(getattr(model, method)).parameters)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import termios
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ def on_a_terminal(
     monkeypatch.setattr(transformers_logging.hf_hub_utils, "enable_progress_bars", lambda: None)  # tests forbid it
     monkeypatch.setattr(transformers_logging, "_tqdm_active", bars)
     monkeypatch.setattr("patcher.verification.progress.MOMENT", moment)
+    resource_tracker.ensure_running()  # if it were started later, it would keep the terminal open
     screen, terminal = os.openpty()
     termios.tcsetwinsize(terminal, (24, 100))
     with open(terminal, "w") as stderr, monkeypatch.context() as patched:  # noqa: PTH123 - no path

@@ -44,6 +44,7 @@ from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.layouts import Flatten, Layout, Rows
 from patcher.layouts.transforms import describe, identity, select_conversions
 from patcher.patterns import inside
+from patcher.source.reading import signature_of
 from patcher.source.texts import dedented
 
 if TYPE_CHECKING:
@@ -387,7 +388,7 @@ class OwnConversions:
 def _arguments(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the constructor arguments of an object with their keywords `name=`, "" for patterns and operations."""
     patterns = {"source_patterns": source_patterns, "target_patterns": target_patterns}
-    for name, parameter in inspect.signature(type(value)).parameters.items():
+    for name, parameter in signature_of(type(value)).parameters.items():
         argument: Any = patterns[name](value) if name in patterns else getattr(value, name, parameter.empty)
         is_keyword = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if argument is parameter.empty or not is_keyword:
