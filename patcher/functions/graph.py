@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import inspect
 import sys
+import types
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
@@ -40,6 +41,8 @@ _CONTAINERS = (
     *(dict, list, tuple, set, frozenset, CellType),
     *(MethodType, property, functools.partial, functools.partialmethod),
 )
+#: What `lazy import` binds until a name is used, from Python 3.15 on.
+_LAZY = getattr(types, "LazyImportType", ())
 #: Kinds of edges: to an entry of a table that all models share, and to a module class that code instantiates.
 SHARED, BUILDS = "shared", "builds"
 
@@ -103,7 +106,15 @@ class FunctionRules:
 def _function_at(key: str) -> Any:
     """Return what `module:name` is bound to, None if it isn't or the module isn't imported."""
     module, _, name = key.partition(":")
-    return without_kernel(vars(sys.modules[module]).get(name)) if module in sys.modules else None
+    return without_kernel(global_value(vars(sys.modules[module]), name)) if module in sys.modules else None
+
+
+def global_value(namespace: dict[str, Any], name: str) -> Any:
+    """Return a value of a namespace, None without one. What is imported lazily is imported, as by its first use."""
+    value = namespace.get(name)
+    if isinstance(value, _LAZY):
+        value = namespace[name] = value.resolve()
+    return value
 
 
 # --- what code refers to, read from its bytecode ---------------------------------------------------------------------
@@ -314,7 +325,8 @@ class Graph:
         closure = {name: value for name, value in closure_of(function).items() if not isinstance(value, type)}
         is_library = not is_followed_module(namespace.get("__name__", ""))
         global_refs = () if is_library else references.read
-        read = [(ref, without_kernel(namespace[ref.name])) for ref in global_refs if ref.name in namespace]
+        known = (ref for ref in global_refs if ref.name in namespace)
+        read = [(ref, without_kernel(global_value(namespace, ref.name))) for ref in known]
         called = {id(value) for ref, value in read if ref.is_called}
         # A function that is passed on is passed to a table of all models, if the code has one.
         tables = [value for value in (*(value for _, value in read), *closure.values()) if _is_registry(value)]
@@ -371,7 +383,7 @@ class Graph:
             isinstance(value, ModuleType) or (isinstance(value, FunctionType) and attributes[0] in vars(value))
         ):
             place = f"{place}.{attributes[0]}"
-            value = vars(value).get(attributes.pop(0))
+            value = global_value(vars(value), attributes.pop(0))
         if place == name and (hit := self.rules.hit(name, value)) is not None:
             return [Edge(value, name, hit=hit)]
         if is_module_class(value):

@@ -6,6 +6,8 @@ import copy
 import inspect
 import pickle
 import random
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from patcher.errors import PatchConstructionError
 from patcher.functions import rebinding
 from patcher.functions.models import find_functions, replaced_now, restore_functions, swap_functions
 from tests.functions import modeling_ways, modeling_ways_elsewhere
+from tests.support.written_modules import written_module
 
 WAYS = {
     name: cls
@@ -105,6 +108,35 @@ def test_a_call_is_followed(way: str, layers: Any) -> None:
     for again in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert value(again) == 3
         assert type(again) is type(module)
+
+
+LAZY = """
+from torch import nn
+
+{0}from not_imported import double
+{0}import not_imported
+
+
+class Lazily(nn.Module):
+    def forward(self, x):
+        return double(x)
+
+
+class NotLazily(nn.Module):
+    def forward(self, x):
+        return not_imported.double(x)
+"""
+
+
+def test_what_is_imported_lazily_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`lazy import` of Python 3.15 binds another object until a name is used."""
+    (tmp_path / "not_imported.py").write_text("def double(x):\n    return x * 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = LAZY.format("lazy " if sys.version_info >= (3, 15) else "")
+    module = written_module(text, tmp_path / "lazy.py")
+    assert value(replaced(module.Lazily())) == 3
+    with pytest.raises(PatchConstructionError, match=r"through not_imported\.double"):
+        replaced(module.NotLazily())
 
 
 @pytest.mark.parametrize("way", FOLLOWED)

@@ -62,9 +62,13 @@ def test_the_main_branch_of_transformers_is_tried_every_week() -> None:
 def test_every_release_of_python_that_is_promised_is_run() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     promised = [each.rpartition(" ")[2] for each in project["classifiers"] if re.search(r"Python :: 3\.\d", each)]
-    read = yaml.safe_load((ROOT / ".github" / "workflows" / "pythons.yml").read_text(encoding="utf-8"))
-    (job,) = read["jobs"].values()
-    assert ["3.11", *job["strategy"]["matrix"]["python"]] == promised  # .ci/run is on the first
+    read = [
+        yaml.safe_load((ROOT / f".github/workflows/{name}.yml").read_text("utf-8")) for name in ("pythons", "torch")
+    ]
+    jobs = [job for workflow in read for job in workflow["jobs"].values()]
+    newest = jobs[1]["steps"][1]["with"]["python-version"]  # with the newest torch
+    assert ["3.11", *jobs[0]["strategy"]["matrix"]["python"], newest] == promised  # .ci/run is on the first
+    assert [job["steps"][2]["env"]["PYTHON"] for job in jobs] == ["python", "python"]
     assert project["requires-python"] == ">=3.11"
     assert workflow("pythons")[0] == ".ci/suite newest"
 
