@@ -89,7 +89,7 @@ def _gate(cls: type[nn.Module], before: Any) -> Any:
 
 
 def own_members(cls: type) -> dict[str, Any]:
-    """Return the members of a class itself, without a gate and its annotations."""
+    """Return the members of a class itself, without a gate, and without its annotations."""
     with process_lock:
         members = {name: value for name, value in vars(cls).copy().items() if not name.startswith("__annot")}
         gate = bound.get((id(cls), "__init__"))

@@ -106,10 +106,10 @@ class FunctionRules:
 def _function_at(key: str) -> Any:
     """Return what `module:name` is bound to, None if it isn't or the module isn't imported."""
     module, _, name = key.partition(":")
-    return without_kernel(global_value(vars(sys.modules[module]), name)) if module in sys.modules else None
+    return without_kernel(_global_value(vars(sys.modules[module]), name)) if module in sys.modules else None
 
 
-def global_value(namespace: dict[str, Any], name: str) -> Any:
+def _global_value(namespace: dict[str, Any], name: str) -> Any:
     """Return a value of a namespace, None without one. What is imported lazily is imported, as by its first use."""
     value = namespace.get(name)
     if isinstance(value, _LAZY):
@@ -326,7 +326,7 @@ class Graph:
         is_library = not is_followed_module(namespace.get("__name__", ""))
         global_refs = () if is_library else references.read
         known = (ref for ref in global_refs if ref.name in namespace)
-        read = [(ref, without_kernel(global_value(namespace, ref.name))) for ref in known]
+        read = [(ref, without_kernel(_global_value(namespace, ref.name))) for ref in known]
         called = {id(value) for ref, value in read if ref.is_called}
         # A function that is passed on is passed to a table of all models, if the code has one.
         tables = [value for value in (*(value for _, value in read), *closure.values()) if _is_registry(value)]
@@ -383,7 +383,7 @@ class Graph:
             isinstance(value, ModuleType) or (isinstance(value, FunctionType) and attributes[0] in vars(value))
         ):
             place = f"{place}.{attributes[0]}"
-            value = global_value(vars(value), attributes.pop(0))
+            value = _global_value(vars(value), attributes.pop(0))
         if place == name and (hit := self.rules.hit(name, value)) is not None:
             return [Edge(value, name, hit=hit)]
         if is_module_class(value):

@@ -51,7 +51,7 @@ _REFLECTIVE = frozenset(
 )
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), torch.device)
 _LOCAL = frozenset(dis.haslocal) | frozenset(dis.hasfree)
-#: Where a function is defined, and whether it has a docstring (both since Python 3.14, but for the first).
+#: Flags for the place of a function and for its docstring; the last two are of Python 3.14.
 _IGNORED_FLAGS = inspect.CO_NESTED | getattr(inspect, "CO_HAS_DOCSTRING", 0) | getattr(inspect, "CO_METHOD", 0)
 #: Relative imports depend on the package of the module, and an assigned global is state of the module.
 _MODULE_OPERATIONS = frozenset({"IMPORT_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
