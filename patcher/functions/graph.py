@@ -400,7 +400,9 @@ class Graph:
         with contextlib.suppress(ImportError):
             full = importlib.util.resolve_name("." * level + (module or ""), namespace.get("__package__") or "")
             if full in sys.modules and is_followed_module(full) and name in vars(sys.modules[full]):
-                return self._indirect(vars(sys.modules[full])[name], f"an import of {full} where it runs")
+                return self._indirect(
+                    _global_value(vars(sys.modules[full]), name), f"an import of {full} where it runs"
+                )
         return []
 
     def _indirect(self, value: Any, place: str) -> list[Edge]:
