@@ -61,8 +61,8 @@ def _trained(row: Row, model: Any) -> tuple[Any, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def _knows_itself(folder: Path, rank: int) -> None:
-    for number, row in enumerate(CONVERTED):
+def _knows_itself(rows: list[Row], folder: Path, rank: int) -> None:
+    for number, row in enumerate(rows):
         model = row.patched()
         before = fused_parameters(model), report(model).to_dict()["replaced"], report(model).to_dict()["fused"]
         split_by_hand(model)
@@ -81,8 +81,8 @@ def _knows_itself(folder: Path, rank: int) -> None:
         compared(dict(row.load(folder / f"{number} fresh").state_dict()), original_state_dict(fresh), rounding=0)
 
 
-def _looked_at(folder: Path, rank: int) -> None:
-    for row in TWO:
+def _looked_at(rows: list[Row], folder: Path, rank: int) -> None:
+    for row in rows:
         stock, inputs = row.stock(), batch(row)
         model, optimizer = _trained(row, split_by_hand(row.patched()))
         before = original_optimizer_state_dict(model, optimizer)["state"]
@@ -106,19 +106,19 @@ def _looked_at(folder: Path, rank: int) -> None:
 
 def test_after_a_forward_without_gradients(tmp_path: Path) -> None:
     assert [row.folder for row in TWO]
-    two_processes(partial(_looked_at, tmp_path), tmp_path)
+    two_processes(partial(_looked_at, TWO, tmp_path), tmp_path)
 
 
 def test_what_a_model_knows_of_itself_outlives_the_split(tmp_path: Path) -> None:
     assert [row.folder for row in CONVERTED]
-    two_processes(partial(_knows_itself, tmp_path), tmp_path)
+    two_processes(partial(_knows_itself, CONVERTED, tmp_path), tmp_path)
 
 
 # --- checkpoints of torch --------------------------------------------------------------------------------------------
 
 
-def _checkpoints(folder: Path, rank: int) -> None:
-    for number, row in enumerate(TWO):
+def _checkpoints(rows: list[Row], folder: Path, rank: int) -> None:
+    for number, row in enumerate(rows):
         double, inputs = in_double_of(row), batch(row)
 
         def made(*, patched: bool, row: Row = row, double: dict[str, Any] = double) -> tuple[Any, Any]:
@@ -169,14 +169,14 @@ def _checkpoints(folder: Path, rank: int) -> None:
 
 def test_checkpoints_of_torch_are_resumed_in_both_layouts(tmp_path: Path) -> None:
     assert [row.folder for row in TWO]
-    two_processes(partial(_checkpoints, tmp_path), tmp_path)
+    two_processes(partial(_checkpoints, TWO, tmp_path), tmp_path)
 
 
 # --- state dicts -----------------------------------------------------------------------------------------------------
 
 
-def _state_dicts(rank: int) -> None:
-    for row in CONVERTED:
+def _state_dicts(rows: list[Row], rank: int) -> None:
+    for row in rows:
         stock = row.stock()
         pieces = get_model_state_dict(split_by_hand(row.stock()))
         model = split_by_hand(row.patched())
@@ -222,7 +222,7 @@ def _state_dicts(rank: int) -> None:
 
 def test_state_dicts_in_both_layouts(tmp_path: Path) -> None:
     assert [row.folder for row in CONVERTED]
-    two_processes(_state_dicts, tmp_path)
+    two_processes(partial(_state_dicts, CONVERTED), tmp_path)
 
 
 def _tied(folder: Path, rank: int) -> None:
@@ -248,9 +248,8 @@ def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
 # --- the FullyShardedDataParallel before `fully_shard` ---------------------------------------------------------------
 
 
-def _flat(folder: Path, rank: int) -> None:
+def _flat(row: Row, folder: Path, rank: int) -> None:
     warnings.simplefilter("ignore")  # it is deprecated
-    row = TWO[0]
     double, inputs = in_double_of(row), batch(row)
     split = partial(
         FullyShardedDataParallel,
@@ -278,4 +277,4 @@ def _flat(folder: Path, rank: int) -> None:
 
 def test_flat_pieces_are_put_together_too(tmp_path: Path) -> None:
     assert TWO[0].folder
-    two_processes(partial(_flat, tmp_path), tmp_path)
+    two_processes(partial(_flat, TWO[0], tmp_path), tmp_path)

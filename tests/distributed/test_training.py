@@ -51,12 +51,12 @@ def _loss(model: Any, rank: int) -> torch.Tensor:
     return found
 
 
-def _starved(folder: Path, rank: int) -> None:
-    double = in_double_of(STARVING)
+def _starved(row: Row, folder: Path, rank: int) -> None:
+    double = in_double_of(row)
     kinds: dict[str, Any] = {
-        "DDP": lambda: DDP(STARVING.patched(**double)),
-        "by hand": lambda: split_by_hand(STARVING.patched(**double)),
-        "by transformers": lambda: STARVING.patched(**double, **split()),
+        "DDP": lambda: DDP(row.patched(**double)),
+        "by hand": lambda: split_by_hand(row.patched(**double)),
+        "by transformers": lambda: row.patched(**double, **split()),
     }
     for kind, make in kinds.items():
         model = make().train()
@@ -75,7 +75,7 @@ def _starved(folder: Path, rank: int) -> None:
 
 def test_experts_without_tokens_train_as_the_stock_model_of_one_process(tmp_path: Path) -> None:
     assert STARVING.folder
-    two_processes(partial(_starved, tmp_path), tmp_path)
+    two_processes(partial(_starved, STARVING, tmp_path), tmp_path)
 
     stock = STARVING.stock(**in_double_of(STARVING)).train()
     optimizer = adamw(stock)

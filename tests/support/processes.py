@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import faulthandler
-import gc
 import os
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 
@@ -26,14 +27,19 @@ def one_process() -> Iterator[None]:
 
 
 def two_processes(work: Callable[[int], object], folder: Path) -> None:
-    """Call `work(rank)` in both processes of a group; they are forks of this one, and both have to get through.
+    """Call `work(rank)` in both processes of a group, and both have to get through.
 
-    One that waits in vain for the other ends after a minute.
+    They are forks of a process that has imported what tests need and done nothing else: this one has run other tests,
+    and threads and process groups of theirs don't survive a fork. What `work` refers to is pickled: other variables
+    of modules are as their imports leave them. A process that waits in vain for the other ends after a minute.
     """
 
+    filters = list(warnings.filters)
+
     def process(rank: int) -> None:
-        # Garbage of the parent stays: a process group that is collected here waits for threads that no fork has.
-        gc.freeze()
+        warnings.resetwarnings()
+        warnings.filters.extend(filters)  # type: ignore[attr-defined]  # as pytest has set them
+        torch.manual_seed(0)
         torch.set_num_threads(1)
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # as torchrun does; who asks finds a group
         os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
@@ -50,7 +56,10 @@ def two_processes(work: Callable[[int], object], folder: Path) -> None:
             raise
         dist.destroy_process_group()
 
-    processes = [get_context("fork").Process(target=process, args=(rank,)) for rank in range(2)]
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["hypothesis", "pytest", "tests.compatibility.subjects.data_parallel"])
+    pickled = cloudpickle.dumps(process)
+    processes = [context.Process(target=_call, args=(pickled, rank)) for rank in range(2)]
     for each in processes:
         each.start()
     for each in processes:
@@ -59,3 +68,7 @@ def two_processes(work: Callable[[int], object], folder: Path) -> None:
     errors = "".join(file.read_text() for file in sorted(folder.glob("error-*.txt")))
     codes = [each.exitcode for each in processes]
     assert codes == [0, 0], f"exit codes {codes}\n{errors}"
+
+
+def _call(pickled: bytes, rank: int) -> None:
+    cloudpickle.loads(pickled)(rank)
