@@ -25,8 +25,8 @@ from typing import Any
 __all__ = ["run", "run_file", "run_pytest"]
 
 ROOT = Path(__file__).parents[2]
-_FORKS = get_context("forkserver")
-_FORKS.set_forkserver_preload(["torch", "transformers.modeling_utils", "transformers.models.auto.modeling_auto"])
+FORKS = get_context("forkserver")
+FORKS.set_forkserver_preload(["torch", "transformers.modeling_utils", "transformers.models.auto.modeling_auto"])
 
 
 def run(
@@ -57,7 +57,7 @@ def run(
         for file in files:
             file.touch()
         variables = {**os.environ, **(environment or {})}
-        process = _FORKS.Process(target=_program, args=(code, texts, cwd, variables, warn, *files))
+        process = FORKS.Process(target=_program, args=(code, texts, cwd, variables, warn, *files))
         process.start()
         process.join(seconds)
         process.kill()

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
+import functools
+import importlib
 import os
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import cloudpickle
 import torch
 import torch.distributed as dist
+
+from tests.support.fresh import FORKS
 
 
 @contextmanager
@@ -33,7 +39,6 @@ def two_processes(work: Callable[[int], object], folder: Path) -> None:
     and threads and process groups of theirs don't survive a fork. What `work` refers to is pickled: other variables
     of modules are as their imports leave them. A process that waits in vain for the other ends after a minute.
     """
-
     filters = list(warnings.filters)
 
     def process(rank: int) -> None:
@@ -56,18 +61,36 @@ def two_processes(work: Callable[[int], object], folder: Path) -> None:
             raise
         dist.destroy_process_group()
 
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["hypothesis", "pytest", "tests.compatibility.subjects.data_parallel"])
-    pickled = cloudpickle.dumps(process)
-    processes = [context.Process(target=_call, args=(pickled, rank)) for rank in range(2)]
-    for each in processes:
-        each.start()
-    for each in processes:
-        each.join(120)
-        each.kill()
+    server = _server()
+    server.send_bytes(cloudpickle.dumps(process))
+    codes = server.recv()
     errors = "".join(file.read_text() for file in sorted(folder.glob("error-*.txt")))
-    codes = [each.exitcode for each in processes]
     assert codes == [0, 0], f"exit codes {codes}\n{errors}"
+
+
+@functools.cache
+def _server() -> Connection:
+    """The process that is forked: it gets what to call with a rank, and sends the exit codes back."""
+    ours, theirs = FORKS.Pipe()
+    FORKS.Process(target=_serve, args=(theirs,)).start()
+    theirs.close()
+    atexit.register(ours.close)  # it ends, or the end of this process would wait for it
+    return ours
+
+
+def _serve(requests: Connection) -> None:
+    for name in ("hypothesis", "pytest", "tests.compatibility.subjects.data_parallel"):  # what the forks need
+        importlib.import_module(name)
+    with suppress(EOFError):
+        while pickled := requests.recv_bytes():
+            processes = [get_context("fork").Process(target=_call, args=(pickled, rank)) for rank in range(2)]
+            for each in processes:
+                each.start()
+            for each in processes:
+                each.join(120)
+                each.kill()
+                each.join()
+            requests.send([each.exitcode for each in processes])
 
 
 def _call(pickled: bytes, rank: int) -> None:
