@@ -457,6 +457,8 @@ def test_rows_have_no_gradient_of_their_own(folder: Path) -> None:
     with pytest.raises(PatchConflictError, match=message):  # that of the other rows would be zero and not None
         attention.q_proj.weight.grad = values(64, 64)
     attention.qkv_proj.weight.grad = torch.ones_like(attention.qkv_proj.weight)
+    with pytest.raises(PatchConflictError, match=message):  # nor is a row of it that of all rows
+        attention.q_proj.weight.grad = values(1, 64)
     with pytest.raises(PatchConflictError, match=message):
         attention.q_proj.weight.grad = None
     with pytest.raises(PatchConflictError, match=r"the gradient of .*q_proj\.weight is rows of .* data would"):

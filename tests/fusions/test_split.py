@@ -237,6 +237,8 @@ def test_options_are_data() -> None:
         ("qkv", "maps no packed layer to its parts; write Split({'qkv'"),
         ({"qkv": ["q"]}, "'qkv' has the parts ['q']; write the names of two or more"),
         ({"qkv": "qkv"}, "'qkv' has the parts 'qkv'; write the names of two or more"),
+        ({"qkv": 3}, "'qkv' has the parts 3; write the names of two or more"),
+        ({"qkv": ["q", 3]}, "'qkv' has the parts ['q', 3]; write the names of two or more"),
         ({"qkv": ["q", "k", "q"]}, "write the names of two or more, each once"),
         ({"attn.qkv": ["q", "k"]}, "'attn.qkv' has the parts"),
         ({"qkv": ["weight", "bias"]}, "'qkv' has the parts ['weight', 'bias']"),
