@@ -389,3 +389,17 @@ def test_all_modules_that_imports_bind_to_one_name_are_imported(
     patcher = Patcher(function_mapping={"rotate_half": replaced.rotate_half})
     module = imported(PatchConfig.from_patcher(patcher, transformers.LlamaForCausalLM))
     assert {"import xml.dom", "import xml.sax"} <= {*Path(module.__file__).read_text().splitlines()}
+
+
+def test_a_base_class_that_is_a_variable_of_a_function_is_copied(imported: Any) -> None:
+    class Weighted(torch.nn.Module):
+        def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(hidden_size))
+
+    class Norm(Weighted):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return self.weight * hidden_states
+
+    module = imported(PatchConfig.from_patcher(Patcher({"LlamaRMSNorm": Norm}), transformers.LlamaForCausalLM))
+    assert module.LlamaRMSNorm.__bases__ == (module.Weighted,)
