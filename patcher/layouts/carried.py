@@ -402,7 +402,10 @@ class _JoinParts:
                     "patcher.load_original_state_dict(model, state_dict); for that of the patched model the state "
                     "dict that its state_dict() gave."
                 )
-                state_dict.update({f"{prefix}{name}": named_parameter(self, name) for name in ambiguous})
+                for name in ambiguous:  # torch, and the hooks of inner modules, write what they find beside errors
+                    del state_dict[f"{prefix}{name}"]
+                    if (own := named_parameter(self, name)) is not None:
+                        state_dict[f"{prefix}{name}"] = own
             # A name that both layouts have is that of a part if it has the shape of one.
             parts = [name for name, value in values.items() if not ambiguous and value.shape != fused.get(name)]
             return {name: state_dict.pop(f"{prefix}{name}") for name in parts}

@@ -101,7 +101,7 @@ def _is_split(parameter: Any) -> bool:
     return isinstance(parameter, DTensor)
 
 
-#: Odd sizes transformers itself refuses under tensor parallelism.
+#: Odd sizes transformers itself refuses under tensor parallelism; experts have a test of their own.
 CASES = [
     (name, way)
     for name, way in product(CONFIGS, WAYS)

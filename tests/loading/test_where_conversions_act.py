@@ -214,6 +214,23 @@ def test_names_may_be_exchanged(llama: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(logits(other), expected)  # it isn't written to
 
 
+def test_ambiguous_names_of_fused_layers_are_not_written_either(tmp_path: Path) -> None:
+    """Projections that conversions exchange, and that are joined afterwards."""
+    renamings = [
+        WeightRenaming("self_attn.q_proj", "self_attn.other"),
+        WeightRenaming("self_attn.k_proj", "self_attn.q_proj"),
+        WeightRenaming("self_attn.other", "self_attn.k_proj"),
+    ]
+    save_tiny(tiny_llama_config(num_key_value_heads=4), tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path)
+    patcher = Patcher(fusions="qkv", extra_weight_conversions=renamings)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, patcher=patcher)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"has the same name and shape before and after .* doesn't say which"):
+        model.load_state_dict(stock.state_dict())
+    assert_equal(dict(model.state_dict()), before)
+
+
 def steps(model: Any) -> dict[str, Any]:
     """The optimizer state after a step, in the layout of transformers."""
     ids = torch.tensor([[3, 4, 5, 6]])

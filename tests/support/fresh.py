@@ -25,6 +25,7 @@ from typing import Any
 __all__ = ["run", "run_file", "run_pytest"]
 
 ROOT = Path(__file__).parents[2]
+#: multiprocessing has one such server: another list of what it imports would replace this one.
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload(["torch", "transformers.modeling_utils", "transformers.models.auto.modeling_auto"])
 
