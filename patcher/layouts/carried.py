@@ -402,7 +402,8 @@ class _JoinParts:
                     "patcher.load_original_state_dict(model, state_dict); for that of the patched model the state "
                     "dict that its state_dict() gave."
                 )
-                for name in ambiguous:  # torch, and the hooks of inner modules, write what they find beside errors
+                # torch, and the hooks of inner modules, write what they find beside errors.
+                for name in values.keys() & set(ambiguous):
                     del state_dict[f"{prefix}{name}"]
                     if (own := named_parameter(self, name)) is not None:
                         state_dict[f"{prefix}{name}"] = own
