@@ -24,6 +24,7 @@ from patcher import InvalidPatcherError, Patcher, PatcherError, UnmatchedPatchEr
 from patcher.expressions import checked_expression, compiled, matches, search
 from patcher.integrations.quantizers import names_setting
 from tests.support.sampling import sampled
+from tests.support.speed import slowness
 from tests.support.tiny import save_tiny, tiny_llama_config
 
 # --- they mean what they mean to `re` ------------------------------------------------------------------------------
@@ -234,7 +235,8 @@ def test_as_many_as_there_may_be_are_loaded_in_seconds(crowd: str, folder: Path)
         with warnings.catch_warnings(), contextlib.suppress(UnmatchedPatchError):
             warnings.simplefilter("ignore", patcher.PatcherWarning)
             messages += getattr(do(), "problems", ())
-    assert time.thread_time() - before < 10  # two where nothing else runs; a search that backtracks takes minutes
+    taken = time.thread_time() - before
+    assert taken < 6 * slowness()  # two where nothing else runs; a search that backtracks takes minutes
     assert all("and others" in message and len(message) < 10_000 for message in messages)
 
 
@@ -261,4 +263,4 @@ def test_ten_thousand_keys_of_a_checkpoint_are_planned_in_about_a_second(tmp_pat
     planned = patcher.plan(tiny_llama_config(), asked, model_class=LlamaForCausalLM, checkpoint=file)
     assert len(planned.dropped_weights) == MANY / 2
     assert len(planned.left_over) == MANY
-    assert time.process_time() - before < 8
+    assert time.process_time() - before < 6 * slowness()
