@@ -349,8 +349,8 @@ class Graph:
             ]
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         edges += [self.edge(value, "a default") for value in defaults if not isinstance(value, type)]
-        used = {*references.written, *(ref.name for ref in references.read)}
-        for name in sorted(used & self._written_in(namespace)):
+        used = {*(() if is_library else references.written), *(ref.name for ref in global_refs)}
+        for name in sorted(used & self._written_in(namespace) if used else ()):
             through = f"a function that uses the global {name!r}, which changes"
             edges = [edge if edge.kind else edge._replace(through=edge.through or through) for edge in edges]
         wrapped = vars(function).get("__wrapped__")
