@@ -107,7 +107,7 @@ def without_stand_ins(namespace: Mapping[str, Any]) -> dict[str, Any]:
 
 def _unwrapped(value: Any) -> Any:
     """Return the class of a stand-in, also inside of a tuple; anything else as it is."""
-    if isinstance(value, type):
+    if issubclass(type(value), type):  # looked up on other objects, `__class__` may warn or raise
         return value.__dict__.get(STANDS_FOR, value)
     if type(value) is tuple and any(isinstance(item, type) and STANDS_FOR in vars(item) for item in value):
         return tuple(map(_unwrapped, value))

@@ -362,12 +362,13 @@ class Graph:
     def _written_in(self, namespace: dict[str, Any]) -> frozenset[str]:
         """Return the global names that functions of a module bind, which a copy of the namespace would not see."""
         if id(namespace) not in self._written:
-            # Modules aside: torch.classes raises for attributes.
-            values = [value for value in namespace.values() if not isinstance(value, ModuleType)]
-            for cls in namespace.values():
-                if isinstance(cls, type) and getattr(cls, "__module__", "") == namespace.get("__name__"):
+            # Only by types: other objects may warn, raise or import whatever is looked up on them, `__class__` too.
+            values = list(namespace.values())
+            for cls in [value for value in values if issubclass(type(value), type)]:
+                if getattr(cls, "__module__", "") == namespace.get("__name__"):
                     values += own_members(cls).values()
-            functions = [inspect.unwrap(getattr(value, "__func__", value)) for value in values]
+            members = [value for value in values if callable(value) or type(value) is classmethod]
+            functions = [inspect.unwrap(getattr(value, "__func__", value)) for value in members]
             self._written[id(namespace)] = frozenset(
                 name
                 for function in functions

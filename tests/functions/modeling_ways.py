@@ -157,18 +157,6 @@ class InAClosure(nn.Module):
     forward = closing(double)
 
 
-def closing_both(function: Any, of_a_library: Any) -> Any:
-    def forward(self: Any, x: Any) -> Any:
-        return function(x) if callable(of_a_library) else x
-
-    return forward
-
-
-class BesideAFunctionOfALibrary(nn.Module):
-    # In the module of this one is an object that warns at whatever is looked up on it.
-    forward = closing_both(double, torch.distributed.all_reduce)
-
-
 def plainly(function: Any) -> Any:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

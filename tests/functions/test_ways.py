@@ -110,6 +110,20 @@ def test_a_call_is_followed(way: str, layers: Any) -> None:
         assert type(again) is type(module)
 
 
+class Deprecated:
+    """As `torch.distributed.reduce_op`, which warns."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(f"{name} is looked up on what no model uses")
+
+
+@pytest.mark.parametrize("way", ["InheritedFromAnotherFile", "InAClosure"])
+def test_what_no_model_uses_is_not_looked_at(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (modeling_ways, modeling_ways_elsewhere):
+        monkeypatch.setattr(module, "deprecated", Deprecated(), raising=False)
+    assert value(replaced(WAYS[way]())) == 3
+
+
 LAZY = """
 from torch import nn
 
