@@ -5,7 +5,7 @@ values that a replacement has computed are kept, and restored on their device.
 
 For new weights a replacement is built once more, after the others have been read: with values for weights that the
 checkpoint lacks, and on meta otherwise. So nothing can be computed from the initial value of a weight that is read.
-Experts that a checkpoint lacks start as those of transformers do from the same seed.
+Fused weights that a checkpoint lacks start as those of transformers do from the same seed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from patcher.construction.gates import building
 from patcher.construction.lock import construction_lock
 from patcher.construction.meta_init import MetaInit, like, without_value
 from patcher.errors import InvalidPatcherError, PatchConstructionError
-from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.carried import fused_modules
 from patcher.layouts.layouts import Layout
 from patcher.layouts.sharded import distribute_like, local_tensor
@@ -92,7 +91,7 @@ class InitialValues:
         prefixes = tuple(inside(path) for path, _ in self.replaced)
         #: parameters outside of replacements, which transformers initialises
         self.drawn = {key for key in absent if not (prefixes and key.startswith(prefixes))}
-        self.lacks_experts = bool(self.drawn) and any(isinstance(item, Matrices) for item in self._drawn_layouts())
+        self.draws_as_stock = bool(self.drawn and self._drawn_layouts())
         self.random_state = torch.get_rng_state()
         self.buffers = {
             key: buffer for path, built in self.replaced for key, buffer in self._computed(path, built.module)
@@ -116,7 +115,7 @@ class InitialValues:
             PatchConstructionError: the initial value of a new weight can't be known.
         """
         self.config, self.device_map = load_config, load_config.device_map or {"": "cpu"}
-        for key, tensor in self._expert_values().items() if self.lacks_experts else ():
+        for key, tensor in self._drawn_values().items() if self.draws_as_stock else ():
             parameter = self.model.get_parameter(key)  # which may be tied
             if type(parameter) is nn.Parameter and not parameter.is_meta and not isinstance(parameter.data, DTensor):
                 parameter.data.copy_(tensor)
@@ -221,7 +220,7 @@ class InitialValues:
         Path(folder).mkdir(parents=True, exist_ok=True)
         offload_weight(value, key, folder, index)
 
-    # --- experts that the checkpoint lacks -----------------------------------------------------------------------
+    # --- fused weights that the checkpoint lacks -----------------------------------------------------------------
 
     @cached_property
     def _layouts(self) -> list[Layout]:
@@ -231,10 +230,11 @@ class InitialValues:
         """Return the layouts of fusions of which the checkpoint has nothing."""
         return [layout for layout in self._layouts if self.drawn.issuperset(layout.fused)]
 
-    def _expert_values(self) -> dict[str, torch.Tensor]:
+    def _drawn_values(self) -> dict[str, torch.Tensor]:
         """Draw the missing weights outside of replacements on a stock model, from the random state of before.
 
-        Stock draws a stack of experts as one parameter; here its layers would be drawn one after the other.
+        Stock draws a stack of experts as one parameter, and sets biases of linear layers to zero: its `_init_weights`
+        wouldn't find those that a fused module itself has.
         """
         layouts, model_class = self._drawn_layouts(), self.load.record.model_class
         others = self.drawn - {name for layout in layouts for name in layout.fused}

@@ -1,4 +1,4 @@
-"""A checkpoint without experts: they start as those of stock do from the same seed, stack by stack."""
+"""A checkpoint without experts, or other fused layers: they start as those of stock do from the same seed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, WhisperConfig
 
 from patcher import Patcher, original_state_dict
-from tests.support.tiny import build_tiny, tiny_mixtral_config, tiny_qwen2_moe_config
+from tests.support.tiny import build_tiny, tiny_mixtral_config, tiny_qwen2_moe_config, tiny_qwen2_vl_config
 from tests.support.tiny_experts import tiny_gpt_oss_config, tiny_llama4_config
 
 CONFIGS = [tiny_mixtral_config(), tiny_qwen2_moe_config(), tiny_gpt_oss_config(), tiny_llama4_config()]
@@ -46,3 +46,39 @@ def test_they_start_as_those_of_stock(config: Any, gone: str, fusions: list[str]
     own = {name for name, _ in model.named_parameters() if name not in values}
     assert found["missing_keys"] <= expected["missing_keys"] | own
     assert len(found["missing_keys"]) >= len(expected["missing_keys"])
+
+
+WHISPER = WhisperConfig(  # its queries and values have a bias, and its keys have none
+    vocab_size=64,
+    d_model=32,
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_attention_heads=2,
+    decoder_attention_heads=2,
+    encoder_ffn_dim=48,
+    decoder_ffn_dim=48,
+    num_mel_bins=8,
+    max_source_positions=20,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    decoder_start_token_id=1,
+)
+OTHERS: list[tuple[Any, str, Callable[[str], bool]]] = [
+    *((WHISPER, fusion, lambda key: "layers.1." in key) for fusion in ("qkv", "kv", "siblings")),
+    (WHISPER, "qkv", lambda key: key.endswith("q_proj.bias")),
+    (tiny_mixtral_config(), "qkv", lambda key: "layers.1.self_attn" in key),
+    (tiny_qwen2_vl_config(), "patch_embeddings", lambda key: "patch_embed" in key),
+]
+
+
+@pytest.mark.parametrize(("config", "fusion", "is_gone"), OTHERS)
+def test_other_fused_layers_too(config: Any, fusion: str, is_gone: Callable[[str], bool]) -> None:
+    state = {key: value for key, value in build_tiny(config).state_dict().items() if not is_gone(key)}
+    junk = [torch.full((size,), 7.7) for _ in range(500) for size in (32, 64)]
+    del junk  # what isn't initialised is not zero by chance
+    stock, _, after = loaded(config, state)
+    model, _, later = loaded(config, state, patcher=Patcher(fusions=fusion))
+    values = original_state_dict(model)
+    assert [key for key, value in stock.state_dict().items() if not torch.equal(values[key], value)] == []
+    assert torch.equal(later, after)
