@@ -65,9 +65,10 @@ def unfuse(
     for path, module, carried in fused:
         _check(path, module, carried, replacements)
     restored: dict[int, nn.Module] = {}
+    shared: dict[Any, Any] = {}
     for path, module, carried in reversed(fused):  # the inner ones first
         if id(module) not in restored:
-            restored[id(module)] = _restore(module, carried)
+            restored[id(module)] = _restore(module, carried, shared)
         if (new := restored[id(module)]) is not module:
             parent, _, name = path.rpartition(".")
             model.get_submodule(parent)._modules[name] = new
@@ -119,8 +120,12 @@ def _check(path: str, module: nn.Module, carried: ModuleLayouts, replacements: C
         raise refusal(f"its class {cls.__qualname__} was derived from the fused one, and would be lost")
 
 
-def _restore(module: nn.Module, carried: ModuleLayouts) -> nn.Module:
-    """Return the stock module with the values of a fused one: the same object, if its class was rewritten."""
+def _restore(module: nn.Module, carried: ModuleLayouts, shared: dict[Any, Any]) -> nn.Module:
+    """Return the stock module with the values of a fused one: the same object, if its class was rewritten.
+
+    Args:
+        shared: collects the parts of each parameter, which other modules may share.
+    """
     new: nn.Module = module
     if not isinstance(module, FusedModule):
         with torch.device("meta"):
@@ -135,14 +140,17 @@ def _restore(module: nn.Module, carried: ModuleLayouts) -> nn.Module:
         fused = [module.get_parameter(name) for name in layout.fused]
         requires_grad = any(parameter.requires_grad for parameter in fused)
         has_values = all(is_initialized(module.get_submodule(name.rpartition(".")[0])) for name in layout.fused)
-        parts = layout.separate([parameter.detach() for parameter in fused])
-        for name, part in zip(layout.stock, parts, strict=True):
+        key = (*map(id, fused), *layout.stock_shapes)
+        if key not in shared:
+            parts = layout.separate([parameter.detach() for parameter in fused])
+            shared[key] = fused, [nn.Parameter(by_itself(part), requires_grad) for part in parts]
+        for name, part in zip(layout.stock, shared[key][1], strict=True):
             owner, _, last = name.rpartition(".")
             layer = _layer(new, owner, part, hooks) if owner else new
             new.__dict__.pop(name, None)  # an attribute with its values
             if owner and has_values:
                 mark_initialized(layer)
-            layer._parameters[last] = nn.Parameter(by_itself(part), requires_grad)
+            layer._parameters[last] = part
     if new is module:
         _remove_fused(module, carried, owners)
         module.__class__ = carried.original or type(module)

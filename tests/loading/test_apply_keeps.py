@@ -994,3 +994,13 @@ def test_what_a_conversion_has_put_into_several_modules_comes_back(tmp_path: Pat
     assert (tmp_path / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     back = Patcher().apply(patched)
     assert described(back) == described(plain.eval())
+
+
+def test_layers_that_share_a_joined_weight_share_its_parts_after_the_way_back() -> None:
+    model = LlamaForCausalLM._from_config(tiny_llama_config(), patcher=Patcher(fusions="gate_up"))
+    one, other = (layer.mlp for layer in model.model.layers)
+    other.gate_up_proj.weight = one.gate_up_proj.weight
+    stock = Patcher().apply(model)
+    one, other = (layer.mlp for layer in stock.model.layers)
+    assert other.gate_proj.weight is one.gate_proj.weight
+    assert other.up_proj.weight is one.up_proj.weight is not one.gate_proj.weight
