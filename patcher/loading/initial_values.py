@@ -133,8 +133,9 @@ class InitialValues:
             set_module_tensor_to_device(self.model, key, self._device(key), value=tensor, dtype=tensor.dtype)
             if key in self.missing and load_config.offload_buffers:
                 self._offload(key, tensor)
-        for key, parameter in self.model.named_parameters() if self.load.frozen else ():
-            if key in self.load.frozen:
+        frozen = self._frozen_by_replacements() if self.load.frozen else ()
+        for key, parameter in self.model.named_parameters() if frozen else ():
+            if key in frozen:
                 parameter.requires_grad_(False)
         if not set(map(str, self.device_map.values())) - {"cpu", "disk"}:
             return  # plain tensors were computed on the CPU, and stay there
@@ -143,6 +144,13 @@ class InitialValues:
                 device = self._device(f"{name}.")
                 for attribute, value in attributes(module):
                     module.__dict__[attribute] = _to_device(value, device)
+
+    def _frozen_by_replacements(self) -> frozenset[str]:
+        """Return the frozen parameters of replacements, without those that the code of the original freezes: a load of
+        stock makes these trainable."""
+        with construction_lock.held_for(self.load.record.model_class.__name__):
+            stock = skeleton(self.load.record.model_class, self.model.config)
+        return self.load.frozen.difference(name for name, value in named_parameters(stock) if not value.requires_grad)
 
     def _device(self, key: str) -> Any:
         return get_device(self.device_map, key, valid_torch_device=True)

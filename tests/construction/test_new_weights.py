@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, WhisperForConditionalGeneration
 from transformers.models.llama import modeling_llama
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from patcher import InvalidPatcherError, PatchConstructionError, Patcher
 from tests.support import shared
 from tests.support.offloaded import DEVICE_MAPS, offloaded
 from tests.support.replacements import OWN, OwnMLP, in_block, same_output
-from tests.support.tiny import tiny_inputs, tiny_llama_config
+from tests.support.tiny import save_tiny, tiny_inputs, tiny_llama_config
+from tests.verification.models import WHISPER
 
 
 @pytest.fixture(scope="module")
@@ -267,3 +269,16 @@ def test_a_finished_model_trains_like_any_other(llama: Path) -> None:
     assert model.model.layers[0].mlp.up.weight.grad.abs().sum() > 0
     assert model.model.layers[0].mlp.up_proj.weight.grad.abs().sum() > 0
     assert model.model.layers[0].mlp.gate_proj.weight.grad is None
+
+
+class OwnEncoder(WhisperEncoder):
+    """As the original, whose `__init__` freezes a parameter; a load of stock makes it trainable."""
+
+
+def test_what_the_original_freezes_is_as_after_a_load_of_stock(tmp_path: Path) -> None:
+    folder = save_tiny(WHISPER, tmp_path, model_class=WhisperForConditionalGeneration)
+    stock = WhisperForConditionalGeneration.from_pretrained(folder)
+    model = WhisperForConditionalGeneration.from_pretrained(folder, patcher=Patcher({"WhisperEncoder": OwnEncoder}))
+    assert isinstance(model.model.encoder, OwnEncoder)
+    for name, parameter in stock.named_parameters():
+        assert model.get_parameter(name).requires_grad is parameter.requires_grad, name
