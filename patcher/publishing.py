@@ -228,6 +228,8 @@ def _write(source: Path, target: Path, generated: Generated, auto_map: dict[str,
     others = [file for file in files if file not in left_out and file.suffix.removeprefix(".") not in _WEIGHT_SUFFIXES]
     for file in [*(safetensors or weights), *others]:
         shutil.copyfile(file, target / file.name)
+    for folder in filter(_is_of_a_processor, source.iterdir()):
+        shutil.copytree(folder, target / folder.name)
     config = json.loads((source / "config.json").read_text("utf-8")) | {"auto_map": auto_map}
     (target / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
     # So that `save_pretrained` copies the file. A class in several Auto classes is registered for the first one.
@@ -237,6 +239,15 @@ def _write(source: Path, target: Path, generated: Generated, auto_map: dict[str,
     # A load with `trust_remote_code` requires every package that a statement imports, also where it is never run.
     text = re.sub(r"(?m)^( +)import deepspeed$", r'\1deepspeed = __import__("deepspeed")', text)
     (target / generated.config.target_file).write_text(text, "utf-8")
+
+
+def _is_of_a_processor(folder: Path) -> bool:
+    """Whether a folder beside the files of a model has files of its tokenizer or processor: more chat templates, or a
+    tokenizer beside the first one. A checkpoint of a training has such too, and weights."""
+    names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
+    has_config = not names.isdisjoint(("tokenizer_config.json", "preprocessor_config.json"))
+    is_of_templates = bool(names) and folder.name == "additional_chat_templates"
+    return is_of_templates or (has_config and not any(map(is_default, names)))
 
 
 def _changes(generated: Generated) -> tuple[str, ...]:

@@ -67,9 +67,15 @@ def original(sharded: Path, tmp_path: Path) -> Path:
     files |= {"pytorch_model.bin": "old", "optimizer.pt": "moments", "tf_model.h5": "old", ".gitattributes": "lfs"}
     for name, text in {**files, "trainer_state.json": "{}"}.items():
         (folder / name).write_text(text)
-    (folder / "checkpoint-5").mkdir()
-    (folder / "checkpoint-5" / "model.safetensors").write_text("later")
+    others = ("checkpoint-5/model.safetensors", "checkpoint-5/tokenizer_config.json", "runs/events.out", *IN_FOLDERS)
+    for name in others:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(f"{{}} {name}")
     return folder
+
+
+#: More templates of a tokenizer, and a second tokenizer of a processor (InstructBLIP).
+IN_FOLDERS = ("additional_chat_templates/tool_use.jinja", "qformer_tokenizer/tokenizer_config.json")
 
 
 @pytest.mark.parametrize("name", PATCHERS)
@@ -90,7 +96,7 @@ def test_files_are_those_of_the_original(original: Path, tmp_path: Path) -> None
     exported = patcher.export(original, MLP, tmp_path / "own", verify=False)
     weights = sorted(each.name for each in original.glob("*.safetensors*"))
     assert len(weights) > 2
-    copied = [*weights, "tokenizer.json", "chat_template.jinja", "LICENSE", "generation_config.json"]
+    copied = [*weights, "tokenizer.json", "chat_template.jinja", "LICENSE", "generation_config.json", *IN_FOLDERS]
     assert sorted(exported.files) == sorted([*copied, "README.md", "config.json", "modeling_llama.py"])
     for each in copied:
         assert (exported.folder / each).read_bytes() == (original / each).read_bytes()
