@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from patcher.compat.modeling_code import unrebound
-from patcher.compat.models import implementation
+from patcher.compat.models import implementation, named_modules
 from patcher.construction.in_force import unpatched
 from patcher.loading.new_weights import new_weights
 from patcher.loading.record import record_of
@@ -43,6 +43,7 @@ from patcher.verification.texts import (
     CHUNKS,
     FEW,
     STEPS,
+    largest,
     parts_of,
     reactions,
     recording,
@@ -88,8 +89,8 @@ class Run:
     replaced: int = 0  # the number of replaced and fused modules
     patched: set[str] = field(default_factory=set)  # the paths of these, and of others with another code
     missed: tuple[str, ...] = ()  # those that no input reached
-    by_class: list[str] = field(default_factory=list)  # one of these for each pair of classes
     calling: int = 0  # the number of modules that call replaced functions
+    by_class: list[str] = field(default_factory=list)  # the path of one of all these for each pair of classes
     floor: float | None = None
     labelled: list[Pass] = field(default_factory=list)  # a run with a loss, if there is one
     failing: Reference | None = None  # the first run of `outputs` that differs
@@ -211,11 +212,17 @@ class Run:
         ours = self._load(self.mine)
         self.pair = Pair(self.stock, ours, self.mine.name, self.reference)
         record = record_of(ours)
-        modules = {item.path: (item.original, item.replacement) for item in (record.modules if record else ())}
-        self.replaced, self.patched = len(modules), {*modules, *differing_modules(self.stock, ours)}
-        self.by_class = list({classes: path for path, classes in reversed(modules.items())}.values())
-        self.calling = sum(unrebound(type(module)) is not type(module) for module in ours.modules())
-        figures = {"modules replaced": len(modules), "modules that call replaced functions": self.calling}
+        replaced = [item.path for item in (record.modules if record else ())]
+        calling = [path for path, module in named_modules(ours) if unrebound(type(module)) is not type(module)]
+        others = list(differing_modules(self.stock, ours))
+        self.replaced, self.calling, self.patched = len(replaced), len(calling), {*replaced, *others}
+        self.by_class = list(
+            {
+                (type(self.stock.get_submodule(path)), type(ours.get_submodule(path))): path
+                for path in reversed([*replaced, *calling, *others])
+            }.values()
+        )
+        figures = {"modules replaced": self.replaced, "modules that call replaced functions": self.calling}
         return Stage("load", True, tuple((what, float(count)) for what, count in figures.items() if count))
 
     def outputs(self) -> Stage:
@@ -290,7 +297,11 @@ class Run:
         return pair.compare("recorded", pair.references(runs), self.tolerance, prefix)
 
     def windows(self) -> Stage:
-        windows = {name: WINDOW for name, size in windows_of(self.stock.config).items() if size > WINDOW}
+        windows = {
+            name: [WINDOW] * len(size) if isinstance(size, list) else WINDOW
+            for name, size in windows_of(self.stock.config).items()
+            if largest(size) > WINDOW
+        }
         if not windows:
             raise UncheckedError(f"the config has no window of more than {WINDOW} tokens")
         pair = self._pair(windows)

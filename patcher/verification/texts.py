@@ -114,7 +114,7 @@ def token_rows(stock: PreTrainedModel, processor: Any, seed: int) -> list[list[i
     """Return three rows of token ids as long as the longest run: English if there is a tokenizer, else random ids."""
     text = text_config_of(stock.config)
     vocabulary = getattr(text, "vocab_size", None) or 100
-    longest = max([LONG, *(size + 40 for size in windows_of(stock.config).values() if size <= 512)])
+    longest = max([LONG, *(largest(size) + 40 for size in windows_of(stock.config).values() if largest(size) <= 512)])
     limit = getattr(text, "max_position_embeddings", None)
     longest = max(8, min(longest, limit)) if isinstance(limit, int) and limit > 0 else longest
     rows = _english(getattr(processor, "tokenizer", processor), longest)
@@ -158,16 +158,23 @@ def parts_of(config: PretrainedConfig, path: str = "") -> Iterator[tuple[str, Pr
             yield from parts_of(value, f"{path}{name}.")
 
 
-def windows_of(config: PretrainedConfig) -> dict[str, int]:
-    """Return the sizes of windows, beyond which tokens of some layers don't attend, by name in the config."""
+def windows_of(config: PretrainedConfig) -> dict[str, int | list[int]]:
+    """Return the sizes of windows, beyond which tokens of some layers don't attend, by name in the config.
+
+    A list has one for each layer.
+    """
     return {
         f"{path}{name}": value
         for path, part in parts_of(config)
         for name, value in vars(part).items()
-        if (name in ("attention_chunk_size", "local_attention") or ("window" in name and "layer" not in name))
-        and isinstance(value, int)
-        and value > 1
+        if name in ("attention_chunk_size", "local_attention")
+        or ("window" in name and "layer" not in name and not name.endswith(("indices", "indexes")))
+        if value and all(isinstance(size, int) and size > 1 for size in (value if type(value) is list else [value]))
     }
+
+
+def largest(size: int | list[int]) -> int:
+    return max(size) if isinstance(size, list) else size
 
 
 #: Compared by other runs: caches in steps and chunks, masks as padding.

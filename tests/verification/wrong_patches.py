@@ -11,16 +11,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DeepseekV3Config, MistralConfig, PretrainedConfig, Qwen2Config
+from transformers import DeepseekV3Config, LongformerConfig, MistralConfig, PretrainedConfig, Qwen2Config
 from transformers.models.bert.modeling_bert import (
     BertLayer,
 )
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
     LlamaMLP,
 )
+from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
@@ -86,12 +88,26 @@ from tests.verification.wrong_classes import (
     WrongHiddenStates,
 )
 
+
+def no_dropout(module: Any, *args: Any, dropout: float = 0.0, **kwargs: Any) -> Any:
+    return modeling_llama.eager_attention_forward(module, *args, dropout=0.0, **kwargs)
+
+
+def inexact_in_half(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    output, weights = modeling_llama.eager_attention_forward(module, query, *args, **kwargs)
+    return output * (1.05 if output.dtype is torch.bfloat16 else 1), weights
+
+
 LLAMA = tiny_llama_config(max_position_embeddings=512)
 GPT2 = tiny_gpt2_config()
 BERT = tiny_bert_config()
 MIXTRAL = tiny_mixtral_config()
 MISTRAL = MistralConfig(**DECODER_SIZES | {"max_position_embeddings": 8192, "sliding_window": 4096})
 QWEN2 = Qwen2Config(**DECODER_SIZES)
+LONGFORMER = LongformerConfig(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=128, pad_token_id=1,
+    max_position_embeddings=1026, attention_window=[512, 512], architectures=["LongformerForMaskedLM"],
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -147,6 +163,9 @@ WRONG: dict[str, Wrong] = {
         off(LlamaDecoderLayer, lambda m, x, k: m.training and m.self_attn.layer_idx == 0), "training"),
     "no dropout": Wrong(BERT, Patcher({"BertSelfOutput": NoDropout}), "training"),
     "no dropout of attention": Wrong(BERT, Patcher({"BertSelfAttention": NoAttentionDropout}), "training"),
+    "no dropout in a function": Wrong(tiny_llama_config(attention_dropout=0.5),
+        Patcher(function_mapping={"eager_attention_forward": no_dropout}), "training", "LlamaAttention, which calls",
+        {"attn_implementation": "eager"}),
     "half the dropout": Wrong(GPT2, Patcher({"GPT2MLP": LessDropout}), "training"),
     "dropout without scaling": Wrong(GPT2, Patcher({"GPT2MLP": UnscaledDropout}), "training"),
     "one dropout mask for all rows": Wrong(BERT, Patcher({"BertSelfOutput": OneMaskForAllRows}), "training"),
@@ -179,6 +198,8 @@ WRONG: dict[str, Wrong] = {
     "past the window": Wrong(MISTRAL, Patcher({"MistralAttention": OldWindow}), "windows"),
     "past the window of steps": Wrong(MISTRAL, Patcher({"MistralAttention": off(MistralAttention,
         lambda m, x, k: x.shape[1] == 1 and kept(k) > m.config.sliding_window)}), "windows"),
+    "past a window of each layer": Wrong(LONGFORMER, Patcher({"LongformerSelfAttention": off(LongformerSelfAttention,
+        lambda m, x, k: x.shape[1] > 2 * m.one_sided_attn_window_size)}), "windows outputs"),
     # masks
     "no mask": of_llama("LlamaAttention", NoMask, "outputs"),
     "no mask in steps": of_llama("LlamaAttention", NoMaskOfOneToken, "outputs"),
@@ -240,6 +261,9 @@ WRONG: dict[str, Wrong] = {
     "clamped in half precision": of_llama("LlamaMLP", ClampedInHalf, "precision", "ClampedInHalf"),
     "a router in half precision": Wrong(MIXTRAL, Patcher({"MixtralTopKRouter": HalfRouter}), "precision"),
     "off in bfloat16": of_llama("LlamaMLP", off(LlamaMLP, lambda m, x, k: x.dtype is torch.bfloat16), "precision"),
+    "a function off in bfloat16": Wrong(LLAMA,
+        Patcher(function_mapping={"eager_attention_forward": inexact_in_half}), "precision", "LlamaAttention, which",
+        {"attn_implementation": "eager"}),
     "off in float16": of_llama("LlamaMLP", off(LlamaMLP, lambda m, x, k: x.dtype is torch.float16), "precision"),
     "off in bfloat16 for what is large": of_llama("LlamaMLP",
         off(LlamaMLP, lambda m, x, k: x.dtype is torch.bfloat16 and bool(x.abs().max() > 40)), "precision"),
