@@ -119,20 +119,28 @@ def is_of_config(decorator: ast.expr) -> bool:
 
 
 def unwrap(obj: Any) -> Any:
-    """Return the function or class behind `staticmethod`, `classmethod`, `property` and `functools.wraps`.
+    """Return the function or class behind `staticmethod`, `classmethod`, `property` and decorators.
 
-    A wrapper that a config decorates is returned itself.
+    A wrapper that a config decorates is returned itself, and one that isn't what a decorator of the wrapped function
+    returned: the function then is no definition of it.
     """
     if isinstance(obj, property) and obj.fget is not None:
         obj = obj.fget
-    return inspect.unwrap(obj, stop=lambda wrapper: inspect.isclass(wrapper) or _is_decorated(wrapper))
+    inner = inspect.unwrap(obj, stop=lambda wrapper: inspect.isclass(wrapper) or _is_meant(wrapper))
+    is_decorated = not isinstance(inner, types.FunctionType) or _first_line(inner).startswith("@")
+    return inner if is_decorated or not isinstance(obj, types.FunctionType) else obj
 
 
-def _is_decorated(function: Any) -> bool:
-    """Whether the first decorator of a function is that of a config: then it is meant, whatever it wraps."""
+def _is_meant(function: Any) -> bool:
+    """Whether a wrapper was written as such: in a module, not by a decorator; or for a config, which decorates it."""
     code = getattr(function, "__code__", None)
-    line = linecache.getline(code.co_filename, code.co_firstlineno) if code is not None else ""
-    return line.strip().startswith("@") and any(f".{name}" in line for name in _DECORATORS)
+    line = _first_line(function) if code is not None else ""
+    is_of_module = code is not None and "<locals>" not in code.co_qualname
+    return is_of_module or (line.startswith("@") and any(f".{name}" in line for name in _DECORATORS))
+
+
+def _first_line(function: types.FunctionType) -> str:
+    return linecache.getline(function.__code__.co_filename, function.__code__.co_firstlineno).strip()
 
 
 def read_source(obj: Any, call: str, where: Location) -> Source:
@@ -182,7 +190,43 @@ def read_source(obj: Any, call: str, where: Location) -> Source:
             "If the file was edited since, start again; if the class is defined twice, give one a name of its own; "
             "if it was made by type(), write it as a definition."
         )
+    if changed := _changed_later(inner, node):
+        raise CodegenError(
+            f"{where}: {call} needs the source of {name!r}, and {changed} was changed after its definition in {file}. "
+            "Write the change into the definition."
+        )
     return _source_of(node, Text("".join(lines), tree), file)
+
+
+def _changed_later(obj: Any, node: Definition) -> str:
+    """Return a method, a constant of a class, or a default that isn't that of the definition; "" if none is."""
+    if not isinstance(node, ast.ClassDef):
+        args, function = node.args, obj
+        values = zip(args.defaults[::-1], (function.__defaults__ or ())[::-1], strict=False)
+        for default, value in values:
+            if isinstance(default, ast.Name) and function.__globals__.get(default.id, value) is not value:
+                return f"{default.id}, a default of it,"
+        return ""
+    for statement in node.body if not node.decorator_list else ():  # a decorator may change the class
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=value)):
+                if vars(obj).get(name, value) != value:
+                    return f"its {name}"
+            case ast.FunctionDef(name=name):
+                function = unwrap(vars(obj).get(name))
+                if not isinstance(function, types.FunctionType) or function.__name__ != name:
+                    continue
+                if changed := _changed_later(function, statement):
+                    return changed
+    outside = (
+        name
+        for name, value in vars(obj).items()
+        if isinstance(function := unwrap(value), types.FunctionType)
+        and function.__code__.co_filename == _class_file(obj)
+        and not start_line(node) <= function.__code__.co_firstlineno <= (node.end_lineno or 0)
+        and not any(isinstance(item, ast.Assign) and name in map(ast.unparse, item.targets) for item in node.body)
+    )
+    return next((f"its {name}" for name in outside if not node.decorator_list), "")
 
 
 def given_code(text: str, call: str, where: Location) -> tuple[str, ast.Module]:

@@ -68,6 +68,11 @@ case_of(
         lambda file: file.A.mark == 1,
     ),
 )
+case_of(
+    "changed_later",
+    "Write the change into the definition.",
+    ([("factor = 1", "factor = 2"), ("B.factor = 2\n", "")], lambda file: file.A.factor == 2),
+)
 TWICE = "def g():\n    class B:\n        mark = 1\n    return B\n\n\nclass B:\n    mark = 2\n\n\n"
 
 

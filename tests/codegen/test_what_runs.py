@@ -1,0 +1,129 @@
+"""Replacements are written as they run: what their text doesn't say is refused."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb as stock_rotary
+
+from patcher import CodegenError, Patcher
+from patcher.codegen import PatchConfig, generate
+from tests.support.tiny import tiny_inputs, tiny_llama_config
+
+
+@functools.wraps(stock_rotary)
+def around_stock(*args: Any, **kwargs: Any) -> Any:
+    query, key = stock_rotary(*args, **kwargs)
+    return query * 2, key
+
+
+def scaled(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        query, key = function(*args, **kwargs)
+        return query * 3, key
+
+    return wrapper
+
+
+def unrotated(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    return q + 0, k + 0
+
+
+@scaled
+def decorated(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    return q + 0, k + 0
+
+
+by_call = scaled(unrotated)
+
+
+def text_of(patcher: Patcher) -> str:
+    return generate(
+        PatchConfig.from_patcher(patcher, LlamaForCausalLM, config=tiny_llama_config(), target_file="modeling_own.py")
+    )
+
+
+@pytest.mark.parametrize("function", [around_stock, decorated])
+def test_a_wrapper_is_written_with_what_it_wraps(
+    function: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patcher = Patcher(function_mapping={"apply_rotary_pos_emb": function})
+    path = tmp_path / "modeling_own.py"
+    path.write_text(text_of(patcher))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "modeling_own", raising=False)
+    own_class = importlib.import_module("modeling_own").LlamaForCausalLM
+    config = tiny_llama_config()
+    models = [
+        own_class(config),
+        LlamaForCausalLM._from_config(config, patcher=patcher),
+        LlamaForCausalLM(config),
+    ]
+    for model in models:
+        model.load_state_dict(models[2].state_dict())
+    own, patched, stock = (model.eval()(**tiny_inputs(config)).logits for model in models)
+    assert torch.equal(own, patched)
+    assert not torch.allclose(patched, stock)
+
+
+def test_what_a_call_wrapped_is_refused() -> None:
+    with pytest.raises(CodegenError, match="function"):
+        text_of(Patcher(function_mapping={"apply_rotary_pos_emb": by_call}))
+
+
+SCALE = 2.0
+
+
+class Assigned(LlamaMLP):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x)
+
+
+class Constant(LlamaMLP):
+    factor = 1.0
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * self.factor
+
+
+class Default(LlamaMLP):
+    def forward(self, x: Any, scale: float = SCALE) -> Any:
+        return super().forward(x) * scale
+
+
+class Added(LlamaMLP):
+    def extra_repr(self) -> str:
+        return "own"
+
+
+def doubled(self: Any, x: Any) -> Any:
+    return LlamaMLP.forward(self, x) * 2
+
+
+Assigned.forward = doubled  # type: ignore[method-assign]
+Constant.factor = 5.0
+SCALE = 3.0
+Added.forward = doubled  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("cls", "what"),
+    [
+        (Assigned, "its forward"),
+        (Constant, "its factor"),
+        (Default, "SCALE, a default of it,"),
+        (Added, "its forward"),
+    ],
+)
+def test_what_was_changed_later_is_refused(cls: Any, what: str) -> None:
+    with pytest.raises(CodegenError, match=rf"'{cls.__name__}', and {what} was changed after its definition in"):
+        text_of(Patcher({"LlamaMLP": cls}))
