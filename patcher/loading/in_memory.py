@@ -39,7 +39,7 @@ from patcher.fusions.fused_module import FusedModule
 from patcher.layouts.carried import ModuleLayouts, carry, fused_modules, is_quantized
 from patcher.layouts.layouts import by_itself, partly_frozen
 from patcher.loading.record import RECORD, patched_now
-from patcher.patterns import compress, inside
+from patcher.patterns import compress, inside, parents
 
 #: Why an adapter unfuses a module, for the report.
 ADAPTED = "an adapter names its layers"
@@ -104,16 +104,22 @@ def _check(path: str, module: nn.Module, carried: ModuleLayouts, replacements: C
             raise refusal(f"{name} is shared by processes")
         if value.is_meta and hasattr(layer, "_hf_hook"):
             raise refusal(f"{name} is offloaded")
-        if not owner:
-            continue
-        if type(layer) not in (nn.Linear, nn.Module):
+    for layout in carried.layouts:
+        frozen = [name for name in layout.fused if not module.get_parameter(name).requires_grad]
+        if 0 < len(frozen) < len(layout.fused):  # they become one parameter
+            raise refusal(f"{', '.join(compress(frozen))} {partly_frozen(frozen, compress(list(layout.fused)))}")
+    kinds = {nn.Linear, nn.Module, *(layout.container for layout in carried.layouts)}
+    for owner in sorted({path for name in carried.fused for path in parents(name)} - {""}):
+        layer = module.get_submodule(owner)
+        if type(layer) not in kinds:
             raise refusal(f"{owner} is a {type(layer).__qualname__} now")
         has_hooks = any(getattr(layer, hooks, None) for hooks in HOOKS)
         if has_hooks or ("forward" in vars(layer) and not hasattr(layer, "_hf_hook")):
             raise refusal(f"{owner} has hooks, which belong to none of these layers")
         members = {**layer._parameters, **layer._buffers, **layer._modules}
         for key, member in members.items():
-            if member is not None and f"{owner}.{key}" not in carried.fused:
+            is_known = any(inside(name).startswith(inside(f"{owner}.{key}")) for name in carried.fused)
+            if member is not None and not is_known:
                 raise refusal(f"{owner}.{key} was added to it")
     cls = unrebound(type(module))
     if isinstance(module, FusedModule) and "_made_by" not in vars(cls) and cls not in replacements:

@@ -234,12 +234,14 @@ class _Weights:
             return error
         if self.absent or self.left_over:
             stock = stock_routing()
-            # What a runtime layout lacks, it lacks under its own names.
-            fused = () if self.routing.is_runtime_layout else fused_modules(self.model)
+            # What is missing or left over in fused modules of a runtime layout, stock knows by no name.
+            fused, own = fused_modules(self.model), tuple[str, ...]()
+            if self.routing.is_runtime_layout:
+                fused, own = [], tuple(inside(carrier.path) for carrier in fused)
             layouts = [layout for carrier in fused for layout in carrier.fused]
             parts_of = {name: layout.stock for layout in layouts for name in layout.fused}
             self.absent = {key for key in self.absent if not stock.absent.issuperset(parts_of.get(key, (key,)))}
-            self.left_over -= stock.unexpected_keys
+            self.left_over -= {key for key in stock.unexpected_keys if not key.startswith(own)}
         if not self.patchers or not (self.absent or self.left_over):
             return None
         return PatchedWeightsError(self._text())

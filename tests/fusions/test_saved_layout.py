@@ -321,3 +321,15 @@ def test_a_fused_weight_that_the_file_lacks_is_an_error(layout: Path, tmp_path: 
 
     with pytest.raises(PatchedWeightsError, match=r"layers\.1\.self_attn\.qkv_proj\.weight"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_what_is_left_over_in_a_fused_module_is_an_error(layout: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(layout / "model.patcher.safetensors")
+    tensors["model.layers.1.self_attn.qkv_proj.bias"] = torch.ones(8)
+    save_file(tensors, tmp_path / "model.patcher.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((layout / "config.json").read_text())
+
+    with pytest.raises(PatchedWeightsError, match=r"layers\.1\.self_attn\.qkv_proj\.bias"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -24,6 +24,7 @@ from transformers import (
     BartForConditionalGeneration,
     BertModel,
     EncoderDecoderModel,
+    MixtralForCausalLM,
     PretrainedConfig,
     ViTConfig,
     ViTModel,
@@ -1004,3 +1005,31 @@ def test_layers_that_share_a_joined_weight_share_its_parts_after_the_way_back() 
     one, other = (layer.mlp for layer in stock.model.layers)
     assert other.gate_proj.weight is one.gate_proj.weight
     assert other.up_proj.weight is one.up_proj.weight is not one.gate_proj.weight
+
+
+def hooked_expert(expert: Any) -> None:
+    expert.register_forward_hook(lambda module, args, output: output)
+
+
+def frozen_expert(expert: Any) -> None:
+    expert.requires_grad_(False)
+
+
+def grown_expert(expert: Any) -> None:
+    expert.scale = nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (hooked_expert, "1 has hooks, which belong to none of these layers"),
+        (grown_expert, r"1\.scale was added to it"),
+        (frozen_expert, r"1\.gate_proj\.weight, 1\.up_proj\.weight are frozen, and others of .* aren't"),
+    ],
+)
+def test_the_way_back_loses_nothing_of_one_expert(change: Callable[[Any], None], message: str) -> None:
+    model = MixtralForCausalLM._from_config(tiny_mixtral_config(), patcher=Patcher(fusions="sequential_experts"))
+    change(model.model.layers[0].mlp.experts[1])
+    for patcher in (Patcher(), Patcher(fusions="qkv")):
+        with pytest.raises(InvalidPatcherError, match=message):
+            patcher.apply(model)
