@@ -54,6 +54,8 @@ class _View:
             self._refuse("a gradient of its own")
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "data" and _is_memory_of(self, value):
+            return  # `view.data += x` has written, and assigns what it has written to
         if "_view" in vars(self) and name not in ("grad", "_backward_hooks"):  # autograd itself sets the latter
             self._refuse(name)
         super().__setattr__(name, value)
@@ -70,6 +72,16 @@ class _View:
         raise PatchConflictError(
             f"{vars(self)['_view'][2]} and takes values in place only: {change} would have no effect. {ADVICE}"
         )
+
+
+def _is_memory_of(view: Any, value: Any) -> bool:
+    """Whether a tensor is the very memory of a view, in the same form."""
+    forms = [
+        (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        for tensor in (view, value)
+        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor)
+    ]
+    return len(forms) == 2 and forms[0] == forms[1]
 
 
 def _make_refusal(name: str) -> Callable[..., NoReturn]:

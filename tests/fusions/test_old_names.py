@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from patcher import InvalidPatcherError, PatchConflictError, Patcher
@@ -693,3 +693,15 @@ def test_a_subclass_is_not_lost_on_the_way_back(folder: Path) -> None:
     replaced = Patcher().apply(load(folder, Patcher({"LlamaAttention": Louder})))
     assert type(attention_of(replaced)) is LlamaAttention
     assert not fused_modules(replaced)
+
+
+def test_data_of_a_part_is_changed_in_place() -> None:
+    model = LlamaForCausalLM._from_config(tiny_llama_config(), patcher=Patcher(fusions="qkv"))
+    attention = model.model.layers[0].self_attn
+    before = attention.qkv_proj.weight.detach().clone()
+    size = attention.k_proj.weight.shape[0]
+    attention.k_proj.weight.data *= 2
+    changed = (attention.qkv_proj.weight != before).any(1)
+    assert changed.sum() == size
+    with pytest.raises(PatchConflictError, match="data would have no effect"):
+        attention.k_proj.weight.data = attention.k_proj.weight.data * 2
