@@ -134,7 +134,8 @@ def members_of(cls: type[nn.Module]) -> dict[str, Any]:
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         for name, value in vars(base).items():
             if name not in members:
-                members[name] = lookups.get(member, cls, name) if callable(value) else value
+                may_run = callable(value) or hasattr(type(value), "__get__")  # a partialmethod isn't callable
+                members[name] = lookups.get(member, cls, name) if may_run else value
     return members
 
 

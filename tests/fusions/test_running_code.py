@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import re
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
@@ -414,3 +416,13 @@ def test_a_class_is_the_same_as_long_as_it_is_current(odd: Any) -> None:
 
     assert fused_class(QKV(), odd.Odd, recipe) is fused_class(QKV(), odd.Odd, recipe)
     assert "apply_rotary_pos_emb" in vars(modeling_llama)
+
+
+def test_a_partialmethod_that_is_gone_again_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, stock = tiny_llama_config(), LlamaAttention.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaAttention, "forward", functools.partialmethod(stock))
+        with pytest.raises(UnmatchedPatchError):
+            LlamaForCausalLM._from_config(config, patcher=Patcher(fusions="qkv"))
+    model = LlamaForCausalLM._from_config(config, patcher=Patcher(fusions="qkv"))
+    assert hasattr(model.model.layers[0].self_attn, "qkv_proj")
