@@ -50,7 +50,8 @@ def show(value: Displayable, file: IO[str] | None) -> None:
     if console.is_terminal:
         console.print(value, crop=False)
     else:
-        console.file.write(f"{value}\n")
+        encoding = getattr(console.file, "encoding", None) or "utf-8"  # in which a frame may not exist
+        console.file.write(f"{value}\n".encode(encoding, "replace").decode(encoding))
 
 
 def rendered(headline: str, verdict: Cell | None, parts: Iterable[Part]) -> RenderableType:

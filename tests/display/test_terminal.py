@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
 
 import pytest
 
@@ -105,3 +105,11 @@ def test_problems_are_said_first() -> None:
     text = str(PLAN)
     assert text.index("Nothing fits.") < text.index("MLP -> Mine")
     assert all(len(line) <= 119 for line in text.splitlines())
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_an_encoding_lacks_is_replaced(encoding: str) -> None:
+    file = TextIOWrapper(BytesIO(), encoding=encoding)
+    PLAN.show(file)
+    file.flush()
+    assert "Nothing fits." in file.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
