@@ -55,7 +55,7 @@ class InvalidPatcherError(PatcherError):
 
 
 class NoSuchNameError(InvalidPatcherError, AttributeError):
-    """A module or a Patcher has no such name, or it can't be set: write the name in the message.
+    """A module or a Patcher has no such name, or not on this machine, or it can't be set: do what the message says.
 
     >>> import patcher
     >>> hasattr(patcher, "Pacher")

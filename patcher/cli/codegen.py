@@ -42,9 +42,10 @@ def patched_files() -> None:
 @app.command()
 @command
 def verify(module: str, config_name: Any, model_name: Any, model_config: Any, tolerance: Any, partly: bool) -> Result:
-    """Check that the models of a file compute the same as stock.
+    """Check that the models of a file are what its config says.
 
-    Small models are compared with stock and with the runtime patch. Exits with 1 if they differ, or a patch never ran.
+    Small models are compared with the runtime patch, from which they may not differ, and with stock, from which they
+    may, unless --tolerance is given. Exits with 1 if they are wrong, or a patch never ran.
     """
     from patcher.checkpoints.model_classes import config_of
     from patcher.codegen import verify

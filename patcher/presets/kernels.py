@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from patcher import InvalidPatcherError, forward_of, like
+from patcher import errors, forward_of, like
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -159,12 +159,12 @@ def arguments() -> dict[str, Any]:
     try:
         importlib.import_module("liger_kernel.ops")
     except ImportError as error:
-        raise InvalidPatcherError(
+        raise errors.NoSuchNameError(
             f"The preset LIGER needs Liger's kernels, which can't be imported ({error}). "
             "Install them: pip install liger-kernel"
         ) from error
     if not torch.accelerator.is_available():
-        raise InvalidPatcherError(
+        raise errors.NoSuchNameError(
             f"The preset LIGER needs a GPU: Liger's kernels are written in Triton, and torch {torch.__version__} "
             "sees no GPU here. Use it where there is one, or load without it."
         )

@@ -578,6 +578,7 @@ def test_without_a_gpu_it_says_so(liger: None, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(InvalidPatcherError, match="LIGER needs a GPU"):
         _ = presets.LIGER
+    assert not hasattr(presets, "LIGER")  # so that `help(presets)` works
     assert presets.for_model(LlamaConfig(**TEXT)) == (presets.LLAMA_FUSED_PROJECTIONS,)
 
 
