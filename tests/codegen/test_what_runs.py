@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb as stock_rotary
 
@@ -126,4 +127,25 @@ Added.forward = doubled  # type: ignore[method-assign]
 )
 def test_what_was_changed_later_is_refused(cls: Any, what: str) -> None:
     with pytest.raises(CodegenError, match=rf"'{cls.__name__}', and {what} was changed after its definition in"):
+        text_of(Patcher({"LlamaMLP": cls}))
+
+
+class Around(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.inner = LlamaMLP(config)
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x)
+
+
+class ByName(LlamaMLP):
+    def forward(self, x: Any) -> Any:
+        return LlamaMLP.forward(self, x)
+
+
+@pytest.mark.parametrize("cls", [Around, ByName])
+def test_a_class_that_uses_the_one_in_whose_place_it_is_is_refused(cls: Any) -> None:
+    """Its name is that of the replacement in the file."""
+    with pytest.raises(CodegenError, match=rf"{cls.__name__}, uses LlamaMLP, which the patcher replaces"):
         text_of(Patcher({"LlamaMLP": cls}))

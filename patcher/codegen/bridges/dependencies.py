@@ -46,9 +46,13 @@ class Dependencies:
         # Missing names are reported by the generator.
         known = sorted(names & namespace.keys())
         renamed = {name: self._add_name(name, namespace[name], namespace, source, call) for name in known}
+        node = source.tree()
+        bases = [*node.bases, *node.keywords] if isinstance(node, ast.ClassDef) else []
+        in_bases = {part.id for base in bases for part in ast.walk(base) if isinstance(part, ast.Name)}
+        in_body = free_names("\n".join(map(ast.unparse, node.body)), namespace) if in_bases else set(renamed)
         for name, new in renamed.items():
             stock = vars(self.original).get(new) if new in self.targets.values() else None
-            is_other = new != self.targets.get(obj) and isinstance(stock, type)
+            is_other = (new != self.targets.get(obj) or name in in_body) and isinstance(stock, type)
             if is_other and unrebound(namespace[name]) is stock:
                 raise self.config.error(
                     f"{call} uses {name}, which the patcher replaces: this code has the class of "
