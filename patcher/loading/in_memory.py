@@ -296,13 +296,16 @@ def move_attributes(model: PreTrainedModel, base: PreTrainedModel, source: PreTr
 
 def transplant(model: PreTrainedModel, source: PreTrainedModel, weights: Weights) -> PreTrainedModel:
     """Replace modules of a model by those of `source`, after `move_attributes`, and return the model."""
+    before, result, outermost = list(named_parameters(model)), model, _outermost(model, source)
     places: dict[nn.Module, list[str]] = {}
+    #: id of a parameter -> its names, in the modules that are replaced or in its own
     owners: dict[int, set[tuple[nn.Module, str]]] = {}
     for path, module in named_modules(model):
         places.setdefault(module, []).append(path)
+        around = next((place for place in outermost if inside(path).startswith(inside(place))), path)
+        owner = model.get_submodule(around)
         for key, parameter in module._parameters.items():
-            owners.setdefault(id(parameter), set()).add((module, key))
-    before, result, outermost = list(named_parameters(model)), model, _outermost(model, source)
+            owners.setdefault(id(parameter), set()).add((owner, (inside(path) + key).removeprefix(inside(around))))
     modules = [*named_modules(model), *named_modules(source)]
     for path in outermost:
         old, new = model.get_submodule(path), source.get_submodule(path)

@@ -1033,3 +1033,12 @@ def test_the_way_back_loses_nothing_of_one_expert(change: Callable[[Any], None],
     for patcher in (Patcher(), Patcher(fusions="qkv")):
         with pytest.raises(InvalidPatcherError, match=message):
             patcher.apply(model)
+
+
+@pytest.mark.parametrize("target", ["up_proj", "gate_proj"])
+def test_a_layer_that_replaced_modules_share_is_refused(target: str) -> None:
+    model = build_tiny(tiny_llama_config())
+    one, other = (layer.mlp for layer in model.model.layers)
+    (other if target == "up_proj" else one).up_proj = getattr(one, target)
+    with pytest.raises(InvalidPatcherError, match="is tied to another parameter, which would be lost"):
+        JOINED.apply(model)
