@@ -121,14 +121,16 @@ def is_of_config(decorator: ast.expr) -> bool:
 def unwrap(obj: Any) -> Any:
     """Return the function or class behind `staticmethod`, `classmethod`, `property` and decorators.
 
-    A wrapper that a config decorates is returned itself, and one that isn't what a decorator of the wrapped function
-    returned: the function then is no definition of it.
+    A wrapper that a config decorates is returned itself, and one of a function that no decorator has wrapped: its
+    definition lacks the wrapper. Methods may also be wrapped by their class (`GradientCheckpointingLayer`).
     """
     if isinstance(obj, property) and obj.fget is not None:
         obj = obj.fget
     inner = inspect.unwrap(obj, stop=lambda wrapper: inspect.isclass(wrapper) or _is_meant(wrapper))
-    is_decorated = not isinstance(inner, types.FunctionType) or _first_line(inner).startswith("@")
-    return inner if is_decorated or not isinstance(obj, types.FunctionType) else obj
+    if not isinstance(obj, types.FunctionType) or not isinstance(inner, types.FunctionType):
+        return inner
+    is_method = obj.__qualname__.rpartition(".")[0].rpartition(".")[2] not in ("", "<locals>")
+    return inner if is_method or _first_line(inner).startswith("@") else obj
 
 
 def _is_meant(function: Any) -> bool:

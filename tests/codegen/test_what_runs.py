@@ -13,7 +13,12 @@ import pytest
 import torch
 from torch import nn
 from transformers import LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb as stock_rotary
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaMLP,
+    apply_rotary_pos_emb as stock_rotary,
+)
 
 from patcher import CodegenError, Patcher
 from patcher.codegen import PatchConfig, generate
@@ -53,25 +58,27 @@ def text_of(patcher: Patcher) -> str:
     )
 
 
-@pytest.mark.parametrize("function", [around_stock, decorated])
-def test_a_wrapper_is_written_with_what_it_wraps(
-    function: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    patcher = Patcher(function_mapping={"apply_rotary_pos_emb": function})
-    path = tmp_path / "modeling_own.py"
-    path.write_text(text_of(patcher))
-    monkeypatch.syspath_prepend(tmp_path)
+def outputs(patcher: Patcher, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The logits of a model of the file, of a patched one, and of stock, with the same weights."""
+    (folder / "modeling_own.py").write_text(text_of(patcher))
+    monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "modeling_own", raising=False)
-    own_class = importlib.import_module("modeling_own").LlamaForCausalLM
     config = tiny_llama_config()
     models = [
-        own_class(config),
+        importlib.import_module("modeling_own").LlamaForCausalLM(config),
         LlamaForCausalLM._from_config(config, patcher=patcher),
         LlamaForCausalLM(config),
     ]
     for model in models:
         model.load_state_dict(models[2].state_dict())
-    own, patched, stock = (model.eval()(**tiny_inputs(config)).logits for model in models)
+    return [model.eval()(**tiny_inputs(config)).logits for model in models]
+
+
+@pytest.mark.parametrize("function", [around_stock, decorated])
+def test_a_wrapper_is_written_with_what_it_wraps(
+    function: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, patched, stock = outputs(Patcher(function_mapping={"apply_rotary_pos_emb": function}), tmp_path, monkeypatch)
     assert torch.equal(own, patched)
     assert not torch.allclose(patched, stock)
 
@@ -149,3 +156,33 @@ def test_a_class_that_uses_the_one_in_whose_place_it_is_is_refused(cls: Any) -> 
     """Its name is that of the replacement in the file."""
     with pytest.raises(CodegenError, match=rf"{cls.__name__}, uses LlamaMLP, which the patcher replaces"):
         text_of(Patcher({"LlamaMLP": cls}))
+
+
+class OwnLayer(LlamaDecoderLayer):
+    """`__init_subclass__` of its base wraps its forward."""
+
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(hidden_states * 2, *args, **kwargs)
+
+
+class ByModule(modeling_llama.LlamaDecoderLayer):
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(hidden_states * 2, *args, **kwargs)
+
+
+class Doubled(LlamaMLP):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * 2
+
+
+def test_a_base_by_its_name_comes_with_the_other_patches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    patcher = Patcher({"LlamaDecoderLayer": OwnLayer, "LlamaMLP": Doubled})
+    own, patched, stock = outputs(patcher, tmp_path, monkeypatch)
+    assert torch.equal(own, patched)
+    assert not torch.allclose(patched, stock)
+
+
+def test_a_base_of_a_module_comes_without_and_is_refused() -> None:
+    with pytest.raises(CodegenError, match=r"derives from modeling_llama\.LlamaDecoderLayer, .* Derive it"):
+        text_of(Patcher({"LlamaDecoderLayer": ByModule, "LlamaMLP": Doubled}))
+    text_of(Patcher({"LlamaDecoderLayer": ByModule}))  # the only one

@@ -123,6 +123,7 @@ NOT_HERE = {
     "Download the repo, and pass the folder.": "needs a hub: tests/inspection/test_planning",
     "A folder can be passed instead of a repo. All commands: patcher --help": "each is run: tests/cli/test_cli",
     "Name them in tp_plan.": "of transformers before 5.19: tests/distributed/test_tensor_parallel",
+    "it, without the other patches. Derive it from {}, imported by that name.": "done in tests/codegen/test_what_runs",
     "a name in an f-string, has to be written differently.": "done in tests/codegen/test_renaming",
     "give the class itself as the replacement, derived from what it replaces": "done in tests/spec/test_forward_of",
     "whose place it is to run. Give it the parameters of that one.": "done in tests/spec/test_forward_of",

@@ -59,7 +59,21 @@ class Dependencies:
                     f"{self.original.__name__} at a load, and would have the replacement in a file. If that one is "
                     "meant, use it by its own name; if not, load with the patcher itself."
                 )
+        for part, base in zip(bases, getattr(obj, "__bases__", ()), strict=False):
+            self._check_base(part, base, obj, call)
         return {name: new for name, new in renamed.items() if new != name}
+
+    def _check_base(self, part: ast.AST, base: type, obj: type, call: str) -> None:
+        """Raise for a base that a file would import, and that is of the original: it has none of the other patches."""
+        home = self.original.__name__
+        if len(self.targets) < 2 or (isinstance(part, ast.Name) and base.__module__ in (home, obj.__module__)):
+            return
+        for cls in base.__mro__:
+            if cls.__module__ == home:
+                raise self.config.error(
+                    f"{call} derives from {ast.unparse(part)}, and in a file {cls.__name__} of {home} would come with "
+                    f"it, without the other patches. Derive it from {cls.__name__}, imported by that name."
+                )
 
     def define(self, obj: Any, call: str = "from_patcher()") -> None:
         """Add a class or a function, unless the file has it."""
