@@ -56,9 +56,11 @@ def register_patch_mapping(mapping: Mapping[str, Any], overwrite: bool = False) 
         overwrite: whether keys that are registered already are replaced.
 
     Raises:
-        TypeError: if a replacement isn't a subclass of `nn.Module`.
+        TypeError: if it isn't a mapping, or a replacement isn't a subclass of `nn.Module`.
         ValueError: if a key is registered already, or a `Patcher` refuses it. Nothing is registered then.
     """
+    if not isinstance(mapping, Mapping):
+        raise TypeError(f"The mapping must be a mapping of class names to replacements, got {mapping!r}")
     for key, cls in mapping.items():
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             value = cls.__name__ if isinstance(cls, type) else f"an instance of {type(cls).__name__}"

@@ -113,6 +113,7 @@ def test_nothing_is_checked_strictly(llama: Path) -> None:
 @pytest.mark.parametrize(
     ("mapping", "error", "text"),
     [
+        ("LlamaMLP", TypeError, "must be a mapping of class names to replacements, got 'LlamaMLP'"),
         ({"LlamaMLP": object}, TypeError, "must be a subclass of nn.Module, got object"),
         (
             {"LlamaMLP": nn.Identity()},

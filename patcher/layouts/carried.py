@@ -186,7 +186,10 @@ def _separate(layout: Layout, prefix: str, tensors: Mapping[str, torch.Tensor]) 
                 f"{prefix}{name}",
                 f"it had the shape {tuple(shape)} when it was made, it has {tuple(tensor.shape)} now",
             )
-    parts = dict(zip(layout.stock, layout.separate(list(fused.values())), strict=True))
+    try:
+        parts = dict(zip(layout.stock, layout.separate(list(fused.values())), strict=True))
+    except ValueError as error:  # one of several has another dtype
+        raise _not_saved(f"{prefix}{layout.stock[0]}", str(error)) from error
     for name, expected in zip(layout.stock, layout.stock_shapes, strict=True):
         if tuple(parts[name].shape) != tuple(expected):
             raise _not_saved(f"{prefix}{name}", f"{layout} gives {tuple(parts[name].shape)}, and it was {expected}")

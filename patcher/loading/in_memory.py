@@ -105,6 +105,8 @@ def _check(path: str, module: nn.Module, carried: ModuleLayouts, replacements: C
         if value.is_meta and hasattr(layer, "_hf_hook"):
             raise refusal(f"{name} is offloaded")
     for layout in carried.layouts:
+        if len({module.get_parameter(name).dtype for name in layout.fused}) > 1:
+            raise refusal(f"{', '.join(compress(list(layout.fused)))} have different dtypes")
         frozen = [name for name in layout.fused if not module.get_parameter(name).requires_grad]
         if 0 < len(frozen) < len(layout.fused):  # they become one parameter
             raise refusal(f"{', '.join(compress(frozen))} {partly_frozen(frozen, compress(list(layout.fused)))}")

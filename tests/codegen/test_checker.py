@@ -51,6 +51,7 @@ def generated(project: Path) -> Path:
 
 def test_no_drift(generated: Path) -> None:
     assert [str(result) for result in check()] == ["configs/one/one_patch_gen_config.py: ok"]
+    assert check("configs/one/one_patch_gen_config.py") == check()  # one config, not one a letter
     assert run("--check") == (0, "configs/one/one_patch_gen_config.py: ok\n1 checked\n")
 
 

@@ -43,10 +43,12 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeAttention
 from patcher import (
     InvalidPatcherError,
     PatchConstructionError,
+    PatchedWeightsError,
     Patcher,
     UnmatchedPatchError,
     checkpoint_weights,
     load_original_state_dict,
+    original_state_dict,
     report,
 )
 from patcher.fusions import Fusion
@@ -1015,6 +1017,10 @@ def frozen_expert(expert: Any) -> None:
     expert.requires_grad_(False)
 
 
+def cast_expert(expert: Any) -> None:
+    expert.to(torch.bfloat16)
+
+
 def grown_expert(expert: Any) -> None:
     expert.scale = nn.Parameter(torch.ones(1))
 
@@ -1023,6 +1029,7 @@ def grown_expert(expert: Any) -> None:
     ("change", "message"),
     [
         (hooked_expert, "1 has hooks, which belong to none of these layers"),
+        (cast_expert, r"\.down_proj\.weight have different dtypes|up_proj\.weight have different dtypes"),
         (grown_expert, r"1\.scale was added to it"),
         (frozen_expert, r"1\.gate_proj\.weight, 1\.up_proj\.weight are frozen, and others of .* aren't"),
     ],
@@ -1033,6 +1040,15 @@ def test_the_way_back_loses_nothing_of_one_expert(change: Callable[[Any], None],
     for patcher in (Patcher(), Patcher(fusions="qkv")):
         with pytest.raises(InvalidPatcherError, match=message):
             patcher.apply(model)
+
+
+def test_an_expert_of_another_dtype_is_not_saved() -> None:
+    model = MixtralForCausalLM._from_config(tiny_mixtral_config(), patcher=Patcher(fusions="sequential_experts"))
+    cast_expert(model.model.layers[0].mlp.experts[1])
+    with pytest.raises(
+        PatchedWeightsError, match=r"layers\.0\.mlp\.experts\.\w+ can't be saved in the original format: 1\."
+    ):
+        original_state_dict(model)
 
 
 @pytest.mark.parametrize("target", ["up_proj", "gate_proj"])

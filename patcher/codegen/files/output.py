@@ -222,7 +222,7 @@ class CheckResult:
 
 
 def check(
-    configs: Iterable[str | os.PathLike[str]] | None = None,
+    configs: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
     *,
     fix: bool = False,
     output_dir: Folder = None,
@@ -234,7 +234,7 @@ def check(
     []
 
     Args:
-        configs: modules or files of configs, by default all of the project.
+        configs: modules or files of configs, or one of them; by default all of the project.
         fix: rewrite files that differ, except those with a patch whose original has changed.
         output_dir: the folder of the generated files, if not `generated/` next to each config.
         formatted: whether they were formatted with ruff, by default as set in the project.
@@ -244,6 +244,7 @@ def check(
     """
     settings = read_settings()
     formatted = settings.formatted if formatted is None else formatted
+    configs = [configs] if isinstance(configs, str | os.PathLike) else configs
     results: list[CheckResult] = []
     for entry in discover(settings) if configs is None else configs:
         label = config_path(str(entry)) if str(entry).endswith(".py") else str(entry)
