@@ -64,6 +64,9 @@ class Patcher:
         fusions: layout families, by name or as objects of `patcher.fusions.Fusion`. With `modules=` an object is
             applied at some paths only: `QKV(modules="model.layers.{0..3}.self_attn")`.
 
+    Fused modules, and those that call replaced functions, run copies of the model's code as it is when it is loaded:
+    what is bound to its classes and modules later has no effect on them.
+
     *Conversions of weights*
 
     Args:
@@ -75,8 +78,9 @@ class Patcher:
     *Expectations of a load, which otherwise raises*
 
     Args:
-        new_weights: expressions; parameters and persistent buffers of replaced modules that may be missing in the
-            checkpoint, and keep the values of their `__init__`. Each has to be found in the name of one of the model.
+        new_weights: expressions; parameters of replaced modules that may be missing in the checkpoint, and keep the
+            values of their `__init__`. Persistent buffers always may; those that are named are saved as new weights.
+            Each expression has to be found in a name of the model.
         dropped_weights: expressions; checkpoint tensors under replaced modules that may stay unused. Each has to be
             found in a key, if the checkpoint is in the original layout, or in the name of a weight of the stock model.
         alternatives: groups of class keys of which a model needs to have only one, such as the names of one class in
