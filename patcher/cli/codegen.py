@@ -139,7 +139,7 @@ def _for_every_config(paths: list[Path], function: Callable[[str, PatchSpec], No
 
 
 def _list(label: str, config: PatchSpec) -> None:
-    typer.echo(f"{label}: {config.source_module} -> {config.target_file}, {len(config.patches)} patches")
+    typer.echo(f"{label}: {config.source_module} -> {config.target_file}, {config.number_of_patches}")
 
 
 def _generate(label: str, config: PatchSpec, options: dict[str, Any], written: dict[Path, str]) -> None:

@@ -412,7 +412,12 @@ class PatchSpec:
         self.converts_itself = False
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.source_module!r}, {self.target_file!r}, {len(self.patches)} patches)"
+        return f"{type(self).__name__}({self.source_module!r}, {self.target_file!r}, {self.number_of_patches})"
+
+    @property
+    def number_of_patches(self) -> str:
+        """`1 patch`, `2 patches`."""
+        return "1 patch" if len(self.patches) == 1 else f"{len(self.patches)} patches"
 
     @property
     def target_file(self) -> str:

@@ -46,7 +46,7 @@ def test_codegen_is_a_command_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert done.exit_code == 0, done.output
     assert "def rotate_half(x):\n    return x\n" in (tmp_path / "generated" / "patched.py").read_text()
     assert CliRunner().invoke(app, ["codegen", "--check"]).exit_code == 0
-    assert "patched.py, 1 patches" in CliRunner().invoke(app, ["codegen", "--list"]).output
+    assert "patched.py, 1 patch" in CliRunner().invoke(app, ["codegen", "--list"]).output
 
 
 # --- how it starts -------------------------------------------------------------------------------------------------
@@ -371,7 +371,7 @@ def test_a_preset_that_is_none_exits_with_2(folder: Path, arguments: list[str], 
 def test_the_help_of_codegen_lists_its_commands() -> None:
     for option in ("--help", "-h"):
         shown = run("codegen", option).output
-        assert re.search(r"verify +Check that the models of a file compute the same as stock\.", shown)
+        assert re.search(r"verify +Check that the models of a file are what its config says\.", shown)
         assert re.search(r"generate +Generate patched modeling files from configs\.", shown)
 
 

@@ -181,7 +181,7 @@ def test_a_dry_run_writes_nothing(project: Path) -> None:
 
 
 def test_the_list(project: Path) -> None:
-    line = "configs/one/one_patch_gen_config.py: modeling_checked -> patched_modeling_checked.py, 1 patches\n"
+    line = "configs/one/one_patch_gen_config.py: modeling_checked -> patched_modeling_checked.py, 1 patch\n"
     assert run("--list") == (0, line)
     (project / "pyproject.toml").write_text('[tool.patcher.codegen]\nsearch_root = "lib"\n')
     for option in ("--list", "--all"):
@@ -295,7 +295,7 @@ def test_as_a_part_of_another_command(project: Path) -> None:
 
 #: what is typed, one after the other; the exit status; and what is printed, among other things
 TYPED: list[tuple[str, int, str]] = [
-    ("--list", 0, "{config}: modeling_checked -> patched_modeling_checked.py, 1 patches\n"),
+    ("--list", 0, "{config}: modeling_checked -> patched_modeling_checked.py, 1 patch\n"),
     ("{config} --dry-run", 0, "would create {file} ("),
     ("{config} -v --diff", 0, "  replace function f: more\nwrote {file} and patched_modeling_checked.diff\n"),
     ("{config} -o elsewhere -c config", 0, "wrote elsewhere/patched_modeling_checked.py\n"),

@@ -160,7 +160,7 @@ def test_settings_of_the_generator_that_configs_come_from(project: Path) -> None
     old = '[tool.patchgen]\nsearch_root = "a"\npackage_prefix = "models"\nlegacy_patches_prefix = "models.patches"\n'
     settings.write_text(old)
     assert read_settings().search_root == (project / "a",)
-    assert run("--list")[1].count("patches") == 1
+    assert run("--list")[1].count("1 patch") == 1
     settings.write_text(f'{old}\n[tool.patcher.codegen]\nsearch_root = "c"\n')
     assert read_settings().search_root == (project / "c",)
     settings.write_text('[tool.patchgen]\nroot = "a"\n')

@@ -138,7 +138,7 @@ class Dependencies:
             if home != module and not _is_local(inner) and _is_importable(home, inner):
                 self.config.add_import(home, names=[f"{inner.__name__} as {name}"])
                 return
-            call = f"{call}, which uses {name!r},"
+            call = f"{call.rstrip(',')}, which uses {name!r},"
             name_map = self.add(inner, call)
             if inner.__name__ != name:
                 raise self.config.error(
