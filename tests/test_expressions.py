@@ -236,7 +236,8 @@ def test_as_many_as_there_may_be_are_loaded_in_seconds(crowd: str, folder: Path)
             warnings.simplefilter("ignore", patcher.PatcherWarning)
             messages += getattr(do(), "problems", ())
     taken = time.thread_time() - before
-    assert taken < 6 * slowness()  # two where nothing else runs; a search that backtracks takes minutes
+    # Two alone, ten in a process that has imported hundreds of models; a search that backtracks takes minutes.
+    assert taken < 20 * slowness()
     assert all("and others" in message and len(message) < 10_000 for message in messages)
 
 
