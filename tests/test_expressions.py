@@ -264,4 +264,4 @@ def test_ten_thousand_keys_of_a_checkpoint_are_planned_in_about_a_second(tmp_pat
     planned = patcher.plan(tiny_llama_config(), asked, model_class=LlamaForCausalLM, checkpoint=file)
     assert len(planned.dropped_weights) == MANY / 2
     assert len(planned.left_over) == MANY
-    assert time.process_time() - before < 6 * slowness()
+    assert time.process_time() - before < 10 * slowness()
