@@ -212,16 +212,13 @@ class Run:
         ours = self._load(self.mine)
         self.pair = Pair(self.stock, ours, self.mine.name, self.reference)
         record = record_of(ours)
+        theirs, mine = (dict(named_modules(model)) for model in (self.stock, ours))
         replaced = [item.path for item in (record.modules if record else ())]
-        calling = [path for path, module in named_modules(ours) if unrebound(type(module)) is not type(module)]
+        calling = [path for path, module in mine.items() if unrebound(type(module)) is not type(module)]
         others = list(differing_modules(self.stock, ours))
         self.replaced, self.calling, self.patched = len(replaced), len(calling), {*replaced, *others}
-        self.by_class = list(
-            {
-                (type(self.stock.get_submodule(path)), type(ours.get_submodule(path))): path
-                for path in reversed([*replaced, *calling, *others])
-            }.values()
-        )
+        paths = [path for path in reversed([*replaced, *calling, *others]) if path in theirs]
+        self.by_class = list({(type(theirs[path]), type(mine[path])): path for path in paths}.values())
         figures = {"modules replaced": self.replaced, "modules that call replaced functions": self.calling}
         return Stage("load", True, tuple((what, float(count)) for what, count in figures.items() if count))
 

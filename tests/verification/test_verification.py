@@ -25,7 +25,7 @@ from transformers import (
     WhisperConfig,
 )
 from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 from transformers.models.whisper.modeling_whisper import WhisperAttention
 
 from patcher import InvalidPatcherError, Patcher, Verification, compare, verify
@@ -365,3 +365,26 @@ def test_a_stage_that_is_not_there_is_said() -> None:
             compare(build_tiny(LLAMA), build_tiny(LLAMA), quick=True, tolerance=tolerance)
     with pytest.raises(InvalidPatcherError, match=r"compare takes models, repo ids and folders, found 3 \(int\)"):
         compare(3, 4)
+
+
+class WithAnother(LlamaDecoderLayer):
+    """A layer with an attention of its own, at a path that stock doesn't have."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.another = LlamaAttention(config, layer_idx)
+
+    def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
+        self.another(hidden_states, **{**kwargs, "past_key_values": None, "attention_mask": None})
+        return super().forward(hidden_states, **kwargs)
+
+
+def test_modules_that_only_the_patched_model_has_are_left_out() -> None:
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        half = x.shape[-1] // 2
+        return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+
+    patcher = Patcher(
+        {"LlamaDecoderLayer": WithAnother}, function_mapping={"rotate_half": rotated}, new_weights=r"\.another\."
+    )
+    verify(tiny_llama_config(), patcher, stages=["outputs", "precision"]).raise_on_failure()
