@@ -107,7 +107,7 @@ def discover(fusion: Fusion, model: PreTrainedModel) -> Findings:
     reasons = {
         path: reason
         for path, decision in decisions.items()
-        if (reason := decision.refusal or unlike_parts(decision.layouts, modules[path]))
+        if (reason := decision.refusal or unlike_parts((layout.stock for layout in decision.layouts), modules[path]))
         or (restricts and not fusion.is_fusable(modules[path]) and (reason := Fusion.refusal(fusion, modules[path])))
     }
     kinds = {path: (original_of(modules[path]), decisions[path].recipe) for path in decisions if path not in reasons}

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from patcher.compat.models import is_initialized, mark_initialized
 from patcher.errors import PatchConflictError
 from patcher.layouts.carried import CARRIED, ModuleLayouts, is_quantized
+from patcher.layouts.layouts import memory_of
 from patcher.layouts.sharded import Copied
 
 ADVICE = "Take the fusions off with Patcher().apply(model) first, or load the model without them."
@@ -76,12 +77,8 @@ class _View:
 
 def _is_memory_of(view: Any, value: Any) -> bool:
     """Whether a tensor is the very memory of a view, in the same form."""
-    forms = [
-        (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        for tensor in (view, value)
-        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor)
-    ]
-    return len(forms) == 2 and forms[0] == forms[1]
+    is_sharded = isinstance(view, DTensor) or isinstance(value, DTensor)
+    return isinstance(value, torch.Tensor) and not is_sharded and memory_of(view) == memory_of(value)
 
 
 def _make_refusal(name: str) -> Callable[..., NoReturn]:

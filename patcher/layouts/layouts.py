@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from patcher.errors import InvalidPatcherError
+from patcher.patterns import compress
 
 
 def named_parameter(module: Any, name: str) -> nn.Parameter | None:
@@ -129,15 +130,15 @@ def partly_frozen(frozen: Sequence[str], parts: Iterable[str]) -> str:
     return f"{'is' if len(frozen) == 1 else 'are'} frozen, and others of {', '.join(parts)} aren't"
 
 
-def unlike_parts(layouts: Iterable[Layout], module: nn.Module) -> str:
-    """Return why parameters of a module can't be joined: they differ in dtype or `requires_grad`; "" if they can."""
-    for layout in layouts:
-        parts = {name: part for name in layout.stock if (part := named_parameter(module, name)) is not None}
+def unlike_parts(groups: Iterable[Iterable[str]], module: nn.Module) -> str:
+    """Return why groups of parameters can't become one each: they differ in dtype or `requires_grad`; "" if they can."""
+    for group in groups:
+        parts = {name: part for name in group if (part := named_parameter(module, name)) is not None}
         if len({part.dtype for part in parts.values()}) > 1:
-            return f"{', '.join(parts)} have different types"
+            return f"{', '.join(compress(parts))} have different types"
         frozen = [name for name, part in parts.items() if not part.requires_grad]
         if 0 < len(frozen) < len(parts):
-            return f"{', '.join(frozen)} {partly_frozen(frozen, parts)}"
+            return f"{', '.join(compress(frozen))} {partly_frozen(frozen, compress(parts))}"
     return ""
 
 
@@ -235,6 +236,11 @@ class Flatten(Layout):
 def is_alone(tensor: torch.Tensor) -> bool:
     """Whether a tensor has its storage for itself, or is on the meta device."""
     return tensor.is_meta or tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def memory_of(tensor: torch.Tensor) -> Any:
+    """Return a key that is equal for tensors that are the same memory in the same form."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def by_itself(tensor: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ from patcher.compat.models import (
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.fused_module import FusedModule
 from patcher.layouts.carried import ModuleLayouts, carry, fused_modules, is_quantized
-from patcher.layouts.layouts import by_itself, partly_frozen
+from patcher.layouts.layouts import by_itself, memory_of, partly_frozen, unlike_parts
 from patcher.loading.record import RECORD, patched_now
 from patcher.patterns import compress, inside, parents
 
@@ -104,12 +104,8 @@ def _check(path: str, module: nn.Module, carried: ModuleLayouts, replacements: C
             raise refusal(f"{name} is shared by processes")
         if value.is_meta and hasattr(layer, "_hf_hook"):
             raise refusal(f"{name} is offloaded")
-    for layout in carried.layouts:
-        if len({module.get_parameter(name).dtype for name in layout.fused}) > 1:
-            raise refusal(f"{', '.join(compress(list(layout.fused)))} have different dtypes")
-        frozen = [name for name in layout.fused if not module.get_parameter(name).requires_grad]
-        if 0 < len(frozen) < len(layout.fused):  # they become one parameter
-            raise refusal(f"{', '.join(compress(frozen))} {partly_frozen(frozen, compress(list(layout.fused)))}")
+    if reason := unlike_parts((layout.fused for layout in carried.layouts), module):
+        raise refusal(reason)
     kinds = {nn.Linear, nn.Module, *(layout.container for layout in carried.layouts)}
     for owner in sorted({path for name in carried.fused for path in parents(name)} - {""}):
         layer = module.get_submodule(owner)
@@ -230,7 +226,7 @@ class Weights:
         self, model: nn.Module, converted: Mapping[str, torch.Tensor], origins: Mapping[str, Iterable[str]]
     ) -> None:
         self.state, self.converted, self.origins = state_tensors(model), converted, origins
-        self._by_memory = {_memory(tensor): tensor for tensor in self.state.values()}
+        self._by_memory = {memory_of(tensor): tensor for tensor in self.state.values()}
 
     def assign(self, path: str, module: nn.Module, old: nn.Module) -> None:
         """Assign the tensors of one module, which is the replacement of `old` or a part of it."""
@@ -254,7 +250,7 @@ class Weights:
 
     def _converted(self, name: str, is_parameter: bool, old: nn.Module) -> Any:
         value = self.converted[name]
-        if (same := self._by_memory.get(_memory(value))) is not None:  # it was only renamed
+        if (same := self._by_memory.get(memory_of(value))) is not None:  # it was only renamed
             return same
         value = by_itself(value.detach())
         return nn.Parameter(value, self._requires_grad(name, old)) if is_parameter else value
@@ -268,11 +264,6 @@ class Weights:
             what = partly_frozen(frozen, compress(list(flags)))
             raise _refusal(", ".join(compress(frozen)), what, "Freeze all of them or none.")
         return any(flags.values())
-
-
-def _memory(tensor: torch.Tensor) -> Any:
-    """Return a key that is equal for tensors that are the same memory in the same form."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def move_attributes(model: PreTrainedModel, base: PreTrainedModel, source: PreTrainedModel) -> None:

@@ -148,8 +148,7 @@ class InitialValues:
     def _frozen_by_replacements(self) -> frozenset[str]:
         """Return the frozen parameters of replacements, without those that the code of the original freezes: a load of
         stock makes these trainable."""
-        with construction_lock.held_for(self.load.record.model_class.__name__):
-            stock = skeleton(self.load.record.model_class, self.model.config)
+        stock = skeleton(self.load.record.model_class, self.model.config)
         return self.load.frozen.difference(name for name, value in named_parameters(stock) if not value.requires_grad)
 
     def _device(self, key: str) -> Any:

@@ -235,10 +235,9 @@ class _Weights:
         if self.absent or self.left_over:
             stock = stock_routing()
             # What is missing or left over in fused modules of a runtime layout, stock knows by no name.
-            fused, own = fused_modules(self.model), tuple[str, ...]()
-            if self.routing.is_runtime_layout:
-                fused, own = [], tuple(inside(carrier.path) for carrier in fused)
-            layouts = [layout for carrier in fused for layout in carrier.fused]
+            fused, is_stock = fused_modules(self.model), not self.routing.is_runtime_layout
+            layouts = [layout for carrier in fused if is_stock for layout in carrier.fused]
+            own = tuple(inside(carrier.path) for carrier in fused if not is_stock)
             parts_of = {name: layout.stock for layout in layouts for name in layout.fused}
             self.absent = {key for key in self.absent if not stock.absent.issuperset(parts_of.get(key, (key,)))}
             self.left_over -= {key for key in stock.unexpected_keys if not key.startswith(own)}

@@ -135,10 +135,11 @@ def unwrap(obj: Any) -> Any:
 
 def _is_meant(function: Any) -> bool:
     """Whether a wrapper was written as such: in a module, not by a decorator; or for a config, which decorates it."""
-    code = getattr(function, "__code__", None)
-    line = _first_line(function) if code is not None else ""
-    is_of_module = code is not None and "<locals>" not in code.co_qualname
-    return is_of_module or (line.startswith("@") and any(f".{name}" in line for name in _DECORATORS))
+    if not isinstance(function, types.FunctionType):
+        return False
+    line = _first_line(function)
+    is_of_config = line.startswith("@") and any(f".{name}" in line for name in _DECORATORS)
+    return is_of_config or "<locals>" not in function.__code__.co_qualname
 
 
 def _first_line(function: types.FunctionType) -> str:
@@ -203,32 +204,31 @@ def read_source(obj: Any, call: str, where: Location) -> Source:
 def _changed_later(obj: Any, node: Definition) -> str:
     """Return a method, a constant of a class, or a default that isn't that of the definition; "" if none is."""
     if not isinstance(node, ast.ClassDef):
-        args, function = node.args, obj
-        values = zip(args.defaults[::-1], (function.__defaults__ or ())[::-1], strict=False)
-        for default, value in values:
-            if isinstance(default, ast.Name) and function.__globals__.get(default.id, value) is not value:
+        for default, value in zip(reversed(node.args.defaults), reversed(obj.__defaults__ or ()), strict=False):
+            if isinstance(default, ast.Name) and obj.__globals__.get(default.id, value) is not value:
                 return f"{default.id}, a default of it,"
         return ""
-    for statement in node.body if not node.decorator_list else ():  # a decorator may change the class
+    if node.decorator_list:  # which may change the class
+        return ""
+    assigned = {ast.unparse(target) for item in node.body if isinstance(item, ast.Assign) for target in item.targets}
+    for statement in node.body:
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=value)):
                 if vars(obj).get(name, value) != value:
                     return f"its {name}"
             case ast.FunctionDef(name=name):
                 function = unwrap(vars(obj).get(name))
-                if not isinstance(function, types.FunctionType) or function.__name__ != name:
-                    continue
-                if changed := _changed_later(function, statement):
+                is_its = isinstance(function, types.FunctionType) and function.__name__ == name
+                if is_its and (changed := _changed_later(function, statement)):
                     return changed
-    outside = (
-        name
-        for name, value in vars(obj).items()
-        if isinstance(function := unwrap(value), types.FunctionType)
-        and function.__code__.co_filename == _class_file(obj)
-        and not start_line(node) <= function.__code__.co_firstlineno <= (node.end_lineno or 0)
-        and not any(isinstance(item, ast.Assign) and name in map(ast.unparse, item.targets) for item in node.body)
-    )
-    return next((f"its {name}" for name in outside if not node.decorator_list), "")
+    file = _class_file(obj)
+    for name, value in vars(obj).items():
+        function = unwrap(value)
+        if isinstance(function, types.FunctionType) and function.__code__.co_filename == file:
+            is_inside = start_line(node) <= function.__code__.co_firstlineno <= (node.end_lineno or 0)
+            if not is_inside and name not in assigned:
+                return f"its {name}"
+    return ""
 
 
 def given_code(text: str, call: str, where: Location) -> tuple[str, ast.Module]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -311,25 +311,22 @@ def test_stock_transformers_refuses_it_and_the_hook_loads_it(layout: Path) -> No
     assert fused == "FusedLlamaAttention"
 
 
-def test_a_fused_weight_that_the_file_lacks_is_an_error(layout: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
+def changed(layout: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
     tensors = load_file(layout / "model.patcher.safetensors")
-    del tensors["model.layers.1.self_attn.qkv_proj.weight"]
-    save_file(tensors, tmp_path / "model.patcher.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text((layout / "config.json").read_text())
+    change(tensors)
+    save_file(tensors, folder / "model.patcher.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text((layout / "config.json").read_text())
+    return folder
 
+
+def test_a_fused_weight_that_the_file_lacks_is_an_error(layout: Path, tmp_path: Path) -> None:
+    folder = changed(layout, tmp_path, lambda tensors: tensors.pop("model.layers.1.self_attn.qkv_proj.weight"))
     with pytest.raises(PatchedWeightsError, match=r"layers\.1\.self_attn\.qkv_proj\.weight"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
+        AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_what_is_left_over_in_a_fused_module_is_an_error(layout: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(layout / "model.patcher.safetensors")
-    tensors["model.layers.1.self_attn.qkv_proj.bias"] = torch.ones(8)
-    save_file(tensors, tmp_path / "model.patcher.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text((layout / "config.json").read_text())
-
+    added = {"model.layers.1.self_attn.qkv_proj.bias": torch.ones(8)}
+    folder = changed(layout, tmp_path, lambda tensors: tensors.update(added))
     with pytest.raises(PatchedWeightsError, match=r"layers\.1\.self_attn\.qkv_proj\.bias"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
+        AutoModelForCausalLM.from_pretrained(folder)

@@ -1029,7 +1029,7 @@ def grown_expert(expert: Any) -> None:
     ("change", "message"),
     [
         (hooked_expert, "1 has hooks, which belong to none of these layers"),
-        (cast_expert, r"\.down_proj\.weight have different dtypes|up_proj\.weight have different dtypes"),
+        (cast_expert, r"\.down_proj\.weight have different types|up_proj\.weight have different types"),
         (grown_expert, r"1\.scale was added to it"),
         (frozen_expert, r"1\.gate_proj\.weight, 1\.up_proj\.weight are frozen, and others of .* aren't"),
     ],

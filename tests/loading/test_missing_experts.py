@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PretrainedConfig, WhisperConfig
+from transformers import PretrainedConfig
 
 from patcher import Patcher, original_state_dict
 from tests.support.tiny import build_tiny, tiny_mixtral_config, tiny_qwen2_moe_config, tiny_qwen2_vl_config
 from tests.support.tiny_experts import tiny_gpt_oss_config, tiny_llama4_config
+from tests.verification.models import WHISPER
 
 CONFIGS = [tiny_mixtral_config(), tiny_qwen2_moe_config(), tiny_gpt_oss_config(), tiny_llama4_config()]
 GONE: dict[str, Callable[[str], bool]] = {
@@ -48,22 +49,7 @@ def test_they_start_as_those_of_stock(config: Any, gone: str, fusions: list[str]
     assert len(found["missing_keys"]) >= len(expected["missing_keys"])
 
 
-WHISPER = WhisperConfig(  # its queries and values have a bias, and its keys have none
-    vocab_size=64,
-    d_model=32,
-    encoder_layers=2,
-    decoder_layers=2,
-    encoder_attention_heads=2,
-    decoder_attention_heads=2,
-    encoder_ffn_dim=48,
-    decoder_ffn_dim=48,
-    num_mel_bins=8,
-    max_source_positions=20,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-    decoder_start_token_id=1,
-)
+#: The queries and values of Whisper have a bias, and its keys have none.
 OTHERS: list[tuple[Any, str, Callable[[str], bool]]] = [
     *((WHISPER, fusion, lambda key: "layers.1." in key) for fusion in ("qkv", "kv", "siblings")),
     (WHISPER, "qkv", lambda key: key.endswith("q_proj.bias")),

@@ -48,8 +48,7 @@ class Dependencies:
         renamed = {name: self._add_name(name, namespace[name], namespace, source, call) for name in known}
         node = source.tree()
         bases = [*node.bases, *node.keywords] if isinstance(node, ast.ClassDef) else []
-        in_bases = {part.id for base in bases for part in ast.walk(base) if isinstance(part, ast.Name)}
-        in_body = free_names("\n".join(map(ast.unparse, node.body)), namespace) if in_bases else set(renamed)
+        in_body = free_names("\n".join(map(ast.unparse, node.body)), namespace) if bases else set[str]()
         for name, new in renamed.items():
             stock = vars(self.original).get(new) if new in self.targets.values() else None
             is_other = (new != self.targets.get(obj) or name in in_body) and isinstance(stock, type)
