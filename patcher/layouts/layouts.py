@@ -131,7 +131,7 @@ def partly_frozen(frozen: Sequence[str], parts: Iterable[str]) -> str:
 
 
 def unlike_parts(groups: Iterable[Iterable[str]], module: nn.Module) -> str:
-    """Return why groups of parameters can't become one each: they differ in dtype or `requires_grad`; "" if they can."""
+    """Return why groups of parameters can't become one each: another dtype or `requires_grad`; "" if they can."""
     for group in groups:
         parts = {name: part for name in group if (part := named_parameter(module, name)) is not None}
         if len({part.dtype for part in parts.values()}) > 1:
