@@ -16,12 +16,19 @@ import textwrap
 import types
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from patcher.errors import CodegenError, PatcherWarning, calling_frame
-from patcher.source.scopes import Definition, start_line, statements_of
-from patcher.source.texts import Text, dedented
+from patcher.source.scopes import (
+    Definition,
+    bound_name,
+    free_names,
+    imported_names,
+    start_line,
+    statements_of,
+)
+from patcher.source.texts import Edit, Text, applied, dedented
 
 #: From Python 3.14 on annotations are evaluated late, and may name what is imported for type checkers only.
 _LATE: dict[str, Any] = {}
@@ -198,7 +205,33 @@ def read_source(obj: Any, call: str, where: Location) -> Source:
             f"{where}: {call} needs the source of {name!r}, and {changed} was changed after its definition in {file}. "
             "Write the change into the definition."
         )
-    return _source_of(node, Text("".join(lines), tree), file)
+    return _quoted(_source_of(node, Text("".join(lines), tree), file), tree)
+
+
+def _quoted(source: Source, tree: ast.Module) -> Source:
+    """Return a definition with annotations as strings where the file that it comes from doesn't evaluate them.
+
+    Those of builtins and of names that the file imports, but not from transformers, mean the same anywhere.
+    """
+    if not any(bound_name(alias) == "annotations" for alias in _future_imports(tree)):
+        return source
+    anywhere = {name for name, item in imported_names(tree).items() if not item.guarded and not item.level}
+    anywhere -= {name for name, item in imported_names(tree).items() if item.module.startswith("transformers")}
+    text, edits = Text(source.text), []
+    for node in ast.walk(text.tree):
+        for annotation in (getattr(node, "annotation", None), getattr(node, "returns", None)):
+            if annotation is None or isinstance(annotation, ast.Constant):
+                continue
+            has_strings = any(isinstance(part, ast.Constant) and part.value for part in ast.walk(annotation))
+            if has_strings or not free_names(ast.unparse(annotation)) <= anywhere:
+                code = ast.unparse(annotation)
+                edits.append(Edit(*text.span(annotation), repr(code) if '"' in code else f'"{code}"'))
+    return replace(source, text=applied(source.text, edits))
+
+
+def _future_imports(tree: ast.Module) -> list[ast.alias]:
+    nodes = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
+    return [alias for node in nodes for alias in node.names]
 
 
 def _changed_later(obj: Any, node: Definition) -> str:

@@ -149,8 +149,11 @@ def undefined_names(text: str, tree: ast.Module) -> dict[str, int]:
 
 
 def free_names(text: str, around: Collection[str] = ()) -> set[str]:
-    """Return the global names that a piece of code uses and doesn't bind: no builtins but those bound `around` it."""
-    return _global_names(text, around) - bound_names(ast.parse(text)).keys()
+    """Return the global names that a piece of code uses and doesn't bind: no builtins but those bound `around` it.
+
+    One that it declares as `global` is free: what binds it first is code of the module around it.
+    """
+    return _global_names(text, around) - {name for name, _ in _bindings(ast.parse(text).body)}
 
 
 def _global_names(text: str, around: Collection[str] = ()) -> set[str]:
@@ -158,7 +161,8 @@ def _global_names(text: str, around: Collection[str] = ()) -> set[str]:
     for table in tables:
         is_module = table.get_type() == "module"
         for symbol in table.get_symbols():
-            if symbol.is_referenced() and (symbol.is_global() or (is_module and not symbol.is_assigned())):
+            is_used = symbol.is_referenced() or symbol.is_declared_global()  # `count += 1` doesn't refer to it
+            if is_used and (symbol.is_global() or (is_module and not symbol.is_assigned())):
                 names.add(symbol.get_name())
         tables += table.get_children()
     return names - _BUILTINS.difference(name for name in around if not name.startswith("__"))

@@ -186,3 +186,85 @@ def test_a_base_of_a_module_comes_without_and_is_refused() -> None:
     with pytest.raises(CodegenError, match=r"derives from modeling_llama\.LlamaDecoderLayer, .* Derive it"):
         text_of(Patcher({"LlamaDecoderLayer": ByModule, "LlamaMLP": Doubled}))
     text_of(Patcher({"LlamaDecoderLayer": ByModule}))  # the only one
+
+
+#: a module whose classes need more than their own lines
+WRITTEN = """\
+from __future__ import annotations
+
+from torch import Tensor
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, apply_rotary_pos_emb as stock_rotary
+
+try:
+    import there_is_none as kernels
+except ImportError:
+    kernels = None
+
+calls = 0
+
+
+class Int(int):
+    def __mul__(self, other):
+        return 2 * other
+
+
+TWO = Int(1)
+
+
+class Annotated(LlamaMLP):
+    inner: Annotated | None = None
+
+    def forward(self, x: Tensor, attention: LlamaAttention | None = None) -> Tensor:
+        return super().forward(x) * 2
+
+    def copied(self, to: "str" | None = None) -> Annotated:
+        return self
+
+
+class Optional(LlamaMLP):
+    def forward(self, x):
+        return kernels.mlp(x) if kernels is not None else super().forward(x) * 2
+
+
+class Counting(LlamaMLP):
+    def forward(self, x):
+        global calls
+        calls += 1
+        return super().forward(x) * 2
+
+
+class Subclassed(LlamaMLP):
+    def forward(self, x):
+        return TWO * super().forward(x)
+
+
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1, depth=1):
+    if depth:
+        return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim, depth - 1)
+    query, key = stock_rotary(q, k, cos, sin, unsqueeze_dim)
+    return query * 2, key
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        ("LlamaMLP", "Annotated"),
+        ("LlamaMLP", "Optional"),
+        ("LlamaMLP", "Counting"),
+        ("LlamaMLP", "Subclassed"),
+        ("apply_rotary_pos_emb", "apply_rotary_pos_emb"),
+    ],
+)
+def test_what_code_needs_of_its_module_comes_with_it(
+    target: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_own_code.py").write_text(WRITTEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "of_own_code", raising=False)
+    replacement = getattr(importlib.import_module("of_own_code"), name)
+    patcher = Patcher({target: replacement}) if target[0] == "L" else Patcher(function_mapping={target: replacement})
+    own, patched, stock = outputs(patcher, tmp_path, monkeypatch)
+    assert torch.equal(own, patched)
+    assert not torch.allclose(patched, stock)

@@ -6,6 +6,7 @@ import ast
 import builtins
 import importlib
 import inspect
+import linecache
 import sys
 import types
 from collections.abc import Mapping
@@ -16,7 +17,8 @@ from patcher.codegen.generation.surroundings import absolute_name
 from patcher.compat import standing_alone
 from patcher.compat.modeling_code import unrebound
 from patcher.source.reading import Source, caller, file_tree, read_source, unwrap
-from patcher.source.scopes import free_names, imported_names, modules_under
+from patcher.source.scopes import bound_by, free_names, imported_names, modules_under
+from patcher.source.texts import Text
 
 if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig
@@ -102,7 +104,9 @@ class Dependencies:
         self._added[name] = value
         tree = file_tree(source.file)
         imported = imported_names(tree).get(name)
-        if imported is not None and imported.attribute:
+        if imported is not None and imported.guarded:
+            self._add_guarded(imported.line, namespace, source, call)
+        elif imported is not None and imported.attribute:
             relative, package = "." * imported.level + imported.module, str(namespace.get("__package__") or "")
             home = absolute_name(relative, package, package, self.config.where)
             self.config.add_import(home, names=[f"{imported.attribute} as {name}"])
@@ -114,6 +118,18 @@ class Dependencies:
         else:
             self._add_definition(name, value, str(namespace.get("__name__", "")), call)
         return name
+
+    def _add_guarded(self, line: int, namespace: Mapping[str, Any], source: Source, call: str) -> None:
+        """Add the statement around an import, such as a `try`: what is optional there is optional in the file."""
+        text = Text("".join(linecache.getlines(source.file)), file_tree(source.file))
+        statement = next(node for node in text.tree.body if node.lineno <= line <= (node.end_lineno or 0))
+        code = text.code(statement)
+        for name in sorted(bound_by(statement) & namespace.keys()):
+            self._is_known(name, namespace[name], call, source.file)
+            self._added[name] = namespace[name]
+        for name in sorted(free_names(code, namespace) & namespace.keys()):
+            self._add_name(name, namespace[name], namespace, source, call)
+        self.config.add_post_import_block(code)
 
     def _is_known(self, name: str, value: Any, call: str, file: str = "") -> bool:
         """Whether the file has this value by this name; raises a CodegenError if it has another one."""
@@ -176,9 +192,10 @@ def _namespace(obj: Any) -> dict[str, Any]:
 
 def _is_literal(value: Any) -> bool:
     try:
-        return bool(ast.literal_eval(repr(value)) == value)
+        literal = ast.literal_eval(repr(value))
     except (ValueError, SyntaxError):
         return False
+    return type(literal) is type(value) and bool(literal == value)
 
 
 def _is_local(obj: Any) -> bool:

@@ -59,7 +59,9 @@ def _replacement(patch: Patch, name: str, original: str, indent: str, draft: Dra
     assert patch.source is not None
     own_name, names = patch.source.name, dict(patch.name_map)
     of_original = {old: original for old, new in (*patch.name_map, (name, name)) if original and new == name}
-    if own_name != name or not original:
+    if own_name != name or not original or not patch.source.is_class:
+        if own_name == name:  # by which a function calls itself
+            of_original.pop(name, None)
         names |= of_original | ({own_name: name} if own_name != name else {})
         return draft.code(patch, indent, names, name)
 
@@ -79,7 +81,7 @@ def _name_of_original(patch: Patch, name: str, is_class: bool, draft: Draft) -> 
     bases = [*node.bases, *(keyword.value for keyword in node.keywords)] if is_class else []
     used = free_names("\n".join(map(ast.unparse, bases)) if is_class else patch.source.text)
     renamed = {dict(patch.name_map).get(word, word) for word in used}
-    if name not in renamed or (not is_class and patch.source.name == name):
+    if name not in renamed:
         return ""
     original = f"Original{name}" if is_class else f"original_{name}"
     if original in draft.bound:

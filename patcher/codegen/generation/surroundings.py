@@ -98,10 +98,21 @@ def _excluded(draft: Draft) -> set[ast.stmt]:
                 f"{patched[name].where} patches. Remove one."
             )
         removed.update(bindings[name])
-    for node in bindings.get("__all__", []):
+    for node in top_level(text.tree.body) if config.excluded else ():
+        parts = () if hasattr(node, "body") else tuple(ast.walk(node))
+        if not any(isinstance(part, ast.Name) and part.id == "__all__" for part in parts):
+            continue
         value = getattr(node, "value", None)
-        items = value.elts if isinstance(value, ast.List) else []
-        dropped = [item for item in items if isinstance(item, ast.Constant) and item.value in config.excluded]
+        is_assigned = isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
+        items = value.elts if is_assigned and isinstance(value, ast.List) else []
+        named = [part for part in parts if isinstance(part, ast.Constant) and part.value in config.excluded]
+        dropped = [item for item in items if item in named]
+        for name in (str(item.value) for item in named if item not in dropped):
+            call = f"exclude_from_output({name!r})"
+            raise CodegenError(
+                f"{config.excluded[name]}: {call} can't take {name!r} out of __all__ in line {node.lineno} of "
+                f"{config.source_module}, which isn't a list. Leave {call} out."
+            )
         end = text.span(node)[1]
         if dropped and len(dropped) == len(items):
             draft.edits.append(Edit(text.span(value)[0], end, "[]"))

@@ -201,6 +201,11 @@ case_of(
     ([('config.replace_class("Norm", "class N: pass")\n', "")], lambda file: not hasattr(file, "Norm")),
 )
 case_of(
+    "excluded_from_a_tuple",
+    "{}: {} can't take {} out of __all__ in line {} of {}, which isn't a list. Leave {} out.",
+    ([('config.exclude_from_output("Norm")\n', "")], lambda file: file.__all__ == ["User", "Norm"]),
+)
+case_of(
     "decorators_replaced",
     "{} is of no use: {} at {} replaces {} with its decorators. Remove one.",
     ([('config.drop_decorators("Experts", "dispatched")\n', "")], lambda file: "forward" not in vars(file.Experts)),
