@@ -161,7 +161,7 @@ def more_than_values(rows: torch.Tensor, whole: torch.Tensor, value: Any, *, is_
     )
 
 
-def _fused_of(module: Any, name: str) -> Sequence[str]:
+def fused_of(module: Any, name: str) -> Sequence[str]:
     """Return the fused parameters that have the values of an old name; none if the name isn't an old one."""
     # `vars` instead of `carried_by`, for speed: a load looks up many names.
     carried: ModuleLayouts | None = vars(module).get(CARRIED)
@@ -175,18 +175,18 @@ class OldNames:
     """A module that refuses to assign its old names: no method would use the value."""
 
     def _assign(self, name: str, value: Any) -> None:
-        raise PatchConflictError(f"{_describe(name, _fused_of(self, name))}, and nothing can take its place. {ADVICE}")
+        raise PatchConflictError(f"{_describe(name, fused_of(self, name))}, and nothing can take its place. {ADVICE}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        (self._assign if _fused_of(self, name) else super().__setattr__)(name, value)
+        (self._assign if fused_of(self, name) else super().__setattr__)(name, value)
 
     def __delattr__(self, name: str) -> None:
-        if fused := _fused_of(self, name):
+        if fused := fused_of(self, name):
             raise PatchConflictError(f"{_describe(name, fused)}, and can't be deleted by itself. {ADVICE}")
         super().__delattr__(name)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        (self._assign if _fused_of(self, name) else super().add_module)(name, module)  # type: ignore[misc]
+        (self._assign if fused_of(self, name) else super().add_module)(name, module)  # type: ignore[misc]
 
 
 def _describe(name: str, fused: Sequence[str]) -> str:

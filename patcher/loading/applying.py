@@ -56,7 +56,12 @@ from patcher.loading.router import Router
 from patcher.loading.saving import saved_state_dict
 from patcher.loading.state_dicts import carriers_in, carry_routes, original_state_dict
 from patcher.patterns import compress
-from patcher.resolution.resolution import fuse_constructed_modules, replace_functions, resolve_constructed
+from patcher.resolution.resolution import (
+    check_constructor,
+    fuse_constructed_modules,
+    replace_functions,
+    resolve_constructed,
+)
 from patcher.spec.fingerprints import check_built, check_pins
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import MODULE_MAPPINGS
@@ -264,6 +269,7 @@ def _convert(load: Loaded, checkpoint: Mapping[str, torch.Tensor], model: PreTra
 
 def _construct(model: PreTrainedModel, in_force: tuple[InForce, ...] = (), **options: Any) -> Constructed:
     """Construct a model with the config of another one, on the meta device except for buffers."""
+    check_constructor(stock_class(model))
     load = Request(model_class=stock_class(model), in_force=in_force, **options)  # type: ignore[arg-type]
     results: list[Constructed] = []
     # In a context of its own, without the load around this one.

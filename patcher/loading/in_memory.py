@@ -22,6 +22,7 @@ import torch
 from accelerate.hooks import add_hook_to_module  # type: ignore[import-untyped]
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher.compat.attributes import left_behind
@@ -36,6 +37,7 @@ from patcher.compat.models import (
 )
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.fused_module import FusedModule
+from patcher.fusions.old_names import fused_of
 from patcher.layouts.carried import ModuleLayouts, carry, fused_modules, is_quantized
 from patcher.layouts.layouts import by_itself, memory_of, partly_frozen, unlike_parts
 from patcher.loading.record import RECORD, patched_now
@@ -104,6 +106,8 @@ def _check(path: str, module: nn.Module, carried: ModuleLayouts, replacements: C
             raise refusal(f"{name} is shared by processes")
         if value.is_meta and hasattr(layer, "_hf_hook"):
             raise refusal(f"{name} is offloaded")
+    for name in sorted(name for name in module._modules if fused_of(module, name)):
+        raise refusal(f"{name} was put into its _modules, where its forward doesn't look for it")
     if reason := unlike_parts((layout.fused for layout in carried.layouts), module):
         raise refusal(reason)
     kinds = {nn.Linear, nn.Module, *(layout.container for layout in carried.layouts)}
@@ -346,18 +350,24 @@ def _check_as_constructed(name: str, module: nn.Module | None, base: nn.Module |
     cls, expected_cls = type(module), type(base)
     if any(parent.__name__ == "BaseTunerLayer" for parent in cls.__mro__):
         raise _refusal(name, "has an adapter", "Merge it or unload it, or apply the patcher first.")
-    if module is None or base is None or expected_cls is not cls:
+    if module is None or base is None or _kind(module) != _kind(base):
         what = f"is a {cls.__qualname__} (its config says {expected_cls.__qualname__})"
         raise _refusal(name, what, _PATCH_FIRST)
     for hooks in HOOKS[:4]:
         if len(getattr(module, hooks)) > len(getattr(base, hooks)):
             raise _refusal(name, f"has hooks ({hooks})", "Remove them, and register them on the result.")
     for key in sorted(base._parameters.keys() | module._parameters.keys()):
-        parameters = [getattr(item, key, None) for item in (module, base)]
+        parameters = [item._parameters.get(key) for item in (module, base)]
         shape, expected = (None if parameter is None else tuple(parameter.shape) for parameter in parameters)
         if shape != expected:
-            what = f"has the shape {shape} (its config says {expected})"
+            what = "isn't a parameter" if shape is None else f"has the shape {shape}"
+            what += f" (its config says {expected})"
             raise _refusal(inside(name) + key, what, _PATCH_FIRST)
+
+
+def _kind(module: nn.Module) -> tuple[type[nn.Module], bool]:
+    """Return the class of a module, and whether it is parametrized: then torch makes a class for each one."""
+    return type_before_parametrizations(module), is_parametrized(module)
 
 
 def _move(path: str, old: nn.Module, base: nn.Module, new: nn.Module | None) -> None:

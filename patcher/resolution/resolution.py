@@ -35,6 +35,7 @@ from patcher.layouts.carried import fused_layouts
 from patcher.layouts.layouts import Layout
 from patcher.layouts.transforms import describe, select_conversions
 from patcher.patterns import inside
+from patcher.source.reading import signature_of
 from patcher.spec.forward_of import shown_name
 from patcher.spec.patcher import Patcher
 
@@ -114,6 +115,7 @@ def patched_skeleton(
     model_class: type[PreTrainedModel], config: PretrainedConfig, entries: Iterable[InForce]
 ) -> tuple[PreTrainedModel, Functions]:
     """Construct a model with the replacements of mappings on the meta device; return also the replaced functions."""
+    check_constructor(model_class)
     config = deepcopy(config)
     if isinstance(config.dtype, str):  # as in a file, and after a save
         config.dtype = getattr(torch, config.dtype)
@@ -122,6 +124,17 @@ def patched_skeleton(
     lock = construction_lock.held_for(model_class.__name__)
     with lock, building(construction), init_empty_weights(include_buffers=True), NoValues():
         return model_class(config), construction.functions or NO_FUNCTIONS
+
+
+def check_constructor(model_class: type[nn.Module]) -> None:
+    """Raise for a model class that can't be constructed from a config alone, as stock is beside a patched model."""
+    try:
+        signature_of(model_class).bind(None)
+    except TypeError as error:
+        raise InvalidPatcherError(
+            f"{model_class.__name__} has to be constructed from its config alone here, and {error}. Give the "
+            "arguments of its __init__ after the config defaults, or read their values from the config."
+        ) from None
 
 
 def resolve(patcher: Patcher, model_class: type[PreTrainedModel], config: PretrainedConfig) -> Resolution:

@@ -28,6 +28,8 @@ from transformers import (
     PretrainedConfig,
     ViTConfig,
     ViTModel,
+    Wav2Vec2Config,
+    Wav2Vec2Model,
 )
 from transformers.core_model_loading import Chunk, Transpose, WeightConverter, WeightRenaming
 from transformers.models.bert.modeling_bert import BertIntermediate, BertOutput
@@ -39,6 +41,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaModel,
 )
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeAttention
+from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2Encoder
 
 from patcher import (
     InvalidPatcherError,
@@ -214,6 +217,13 @@ def lora_on_a_part(model: Any) -> None:
 
 def checkpointing(model: Any) -> None:
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+
+
+def plain_weight(model: Any) -> None:
+    layer = model.model.layers[0].mlp.down_proj
+    weight = layer.weight.detach()
+    del layer.weight
+    layer.weight = weight
 
 
 def parametrization(model: Any) -> None:
@@ -474,6 +484,7 @@ def test_a_replaced_model_has_it_and_so_has_the_model_after_the_way_back(name: s
         ),
         (other_layer, r"up_proj is a Sequential \(its config says Linear\)"),
         (parametrization, r"down_proj is a ParametrizedLinear \(its config says Linear\)"),
+        (plain_weight, r"down_proj\.weight isn't a parameter \(its config says \(64, 96\)\)"),
         (dtypes, "can't convert weights of several dtypes|has hooks"),
     ],
 )
@@ -485,6 +496,33 @@ def test_what_a_replacement_would_lose_is_refused_by_name(hold: Hold, what: str)
             patcher.apply(given)
     assert described(given) == before
     assert torch.equal(logits(given), expected)
+
+
+def test_a_layer_that_was_put_beside_its_fused_parameter_is_not_lost() -> None:
+    fused = Patcher(fusions="qkv").apply(build_tiny(tiny_llama_config()))
+    attention = fused.model.layers[0].self_attn
+    attention._modules["q_proj"] = nn.Linear(64, 64, bias=False)
+    with pytest.raises(InvalidPatcherError, match=r"0\.self_attn is fused, .*: q_proj was put into its _modules"):
+        Patcher().apply(fused)
+
+
+class OwnEncoder(Wav2Vec2Encoder):  # type: ignore[misc]
+    """A replacement around a layer with weight_norm."""
+
+
+def test_a_replacement_around_a_parametrized_layer_of_the_config() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = Wav2Vec2Config(**sizes, conv_dim=(16,), conv_stride=(2,), conv_kernel=(3,), num_feat_extract_layers=1)
+    given = Wav2Vec2Model(config).eval()
+    inputs = {"input_values": torch.randn(2, 400)}
+    patched = Patcher({"Wav2Vec2Encoder": OwnEncoder}).apply(given)
+    assert type(patched.encoder) is OwnEncoder
+    back = Patcher().apply(patched)
+    assert type(back.encoder) is Wav2Vec2Encoder
+    weights = [{name: each.data_ptr() for name, each in model.named_parameters()} for model in (given, patched, back)]
+    assert weights[0] == weights[1] == weights[2]
+    expected = given(**inputs).last_hidden_state
+    assert all(torch.equal(model(**inputs).last_hidden_state, expected) for model in (patched, back))
 
 
 def test_a_layer_that_was_added_is_not_left_as_it_is_in_silence() -> None:

@@ -50,7 +50,9 @@ def two_processes(work: Callable[[int], object], folder: Path) -> None:
         os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
         method, limit = f"file://{folder}/rendezvous", timedelta(seconds=60)
         errors = (folder / f"error-{rank}.txt").open("w", buffering=1)
-        faulthandler.enable(errors)  # a process that a signal ends says where
+        faulthandler.enable(errors)  # a process that a signal ends says where, also in threads of gloo
+        os.dup2(errors.fileno(), 2)
+        torch._C._set_print_stack_traces_on_fatal_signal(True)
         dist.init_process_group("gloo", init_method=method, rank=rank, world_size=2, timeout=limit)
         try:
             dist.init_device_mesh("cpu", (2,))

@@ -9,7 +9,7 @@ import torch
 from accelerate import dispatch_model  # type: ignore[import-untyped]
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers import TorchAoConfig
+from transformers import LlamaForCausalLM, TorchAoConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from patcher import Patcher, fusions, original_state_dict
@@ -40,6 +40,33 @@ def no_model(at: Place) -> Steps:
     for value in ([1], str(at.llama)):
         yield lambda value=value: QKV.apply(value)  # type: ignore[arg-type, misc]
     assert same(QKV.apply(load(at.llama)), at.llama)
+
+
+class Classifier(LlamaForCausalLM):  # type: ignore[misc]
+    def __init__(self, config: Any, classes: int) -> None:
+        super().__init__(config)
+        self.classifier = nn.Linear(config.hidden_size, classes)
+
+
+class DefaultClassifier(Classifier):
+    def __init__(self, config: Any, classes: int = 3) -> None:
+        super().__init__(config, classes)
+
+
+class ConfiguredClassifier(Classifier):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, config.num_labels)
+
+
+@advice("Give the arguments of its __init__ after the config defaults, or read their values from the config.")
+def a_model_class_with_arguments(at: Place) -> Steps:
+    given = Classifier.from_pretrained(at.llama, classes=3)
+    yield lambda: OWN.apply(given)
+    yield lambda: OWN.resolve(Classifier, given.config)
+    for cls in (DefaultClassifier, ConfiguredClassifier):
+        model = cls.from_pretrained(at.llama, num_labels=3)
+        assert same(OWN.apply(model), at.llama)
+        assert OWN.resolve(cls, model.config).replaced
 
 
 @advice("Load it without a patcher, and load the state dict patcher.original_state_dict(model) into that.")
