@@ -76,7 +76,7 @@ def quantized_experts(
     for carrier in fused:
         for layout, layers in _expert_weights(carrier):
             by_weight = {name: tensors.get(layer, {}) for name, layer in layers.items()}
-            if all("weight" in kinds for kinds in by_weight.values() if kinds):  # none are experts of other processes
+            if all(kinds.keys() <= {"weight", "bias"} for kinds in by_weight.values()):
                 continue
             for name, checkpoint_key in expert_keys(carrier.prefix, layout, default_revert(model)).items():
                 for kind, key in keys.get(checkpoint_key.removesuffix(".weight"), {}).items():

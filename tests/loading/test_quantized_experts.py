@@ -84,10 +84,27 @@ def layers_of_experts(model: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def pack(model: nn.Module, paths: Iterable[str]) -> None:
+class Int8Linear(nn.Module):
+    """Integers under the name of the weight, and one scale for a row."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        weight = layer.weight.detach()
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        self.weight = nn.Parameter((weight / scale).round().to(torch.int8), requires_grad=False)
+        self.register_buffer("weight_scale", scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight * self.weight_scale)
+
+
+LAYERS = {cls.__name__: cls for cls in (PackedLinear, Int8Linear)}
+
+
+def pack(model: nn.Module, paths: Iterable[str], kind: str = "PackedLinear") -> None:
     """As quantizers do it: by the paths of linear layers, one after the other."""
     for path in paths:
-        model.set_submodule(path, PackedLinear(model.get_submodule(path)))  # type: ignore[arg-type]
+        model.set_submodule(path, LAYERS[kind](model.get_submodule(path)))  # type: ignore[arg-type]
 
 
 def saved(model: Any, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
@@ -238,9 +255,9 @@ def test_of_what_is_quantized_there_is_no_state_dict_of_stacks(folders: dict[str
 
 
 class PackedConfig(QuantizationConfigMixin):
-    def __init__(self, layers: Sequence[str] = (), **_: Any) -> None:
+    def __init__(self, layers: Sequence[str] = (), kind: str = "PackedLinear", **_: Any) -> None:
         self.quant_method = "packed"  # type: ignore[assignment]
-        self.layers = layers
+        self.layers, self.kind = layers, kind
 
 
 class PackedQuantizer(HfQuantizer):
@@ -250,29 +267,30 @@ class PackedQuantizer(HfQuantizer):
     requires_calibration = True
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
-        pack(model, self.quantization_config.layers)  # type: ignore[attr-defined]
+        pack(model, self.quantization_config.layers, self.quantization_config.kind)  # type: ignore[attr-defined]
 
     def is_serializable(self) -> bool:
         return True
 
 
 @pytest.mark.crossed
+@pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.1], ids=["all", "half of them", "few"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_load_reads_them_into_what_a_quantizer_has_made(
-    name: str, share: float, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, share: float, kind: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(AUTO_QUANTIZER_MAPPING, "packed", PackedQuantizer)
     monkeypatch.setitem(AUTO_QUANTIZATION_CONFIG_MAPPING, "packed", PackedConfig)
     model = load(folders[name])
     layers = sorted(layers_of_experts(model))
     chosen = random.Random(name).sample(layers, max(1, round(share * len(layers))))
-    pack(model, chosen)
-    model.config.quantization_config = PackedConfig(chosen).to_dict()
+    pack(model, chosen, kind)
+    model.config.quantization_config = PackedConfig(chosen, kind).to_dict()
     model.save_pretrained(tmp_path / "packed")
 
     again = load(tmp_path / "packed")
-    assert {path for path, layer in again.named_modules() if isinstance(layer, PackedLinear)} == set(chosen)
+    assert {path for path, layer in again.named_modules() if type(layer) is LAYERS[kind]} == set(chosen)
     assert torch.equal(logits(again), logits(model))
     again.save_pretrained(tmp_path / "again")
     assert same_checkpoint(tmp_path / "again", tmp_path / "packed")
