@@ -347,6 +347,14 @@ def test_a_module_that_another_release_does_not_fuse_is_an_error(
     assert re.search(message, problem)
 
 
+def test_a_fusion_beyond_those_of_the_layout_is_named_by_its_weights(tmp_path: Path) -> None:
+    folder = save_tiny(tiny_mixtral_config(), tmp_path / "stock")
+    model = MixtralForCausalLM.from_pretrained(folder, patcher=Patcher(fusions="sequential_experts"))
+    model.save_pretrained(tmp_path / "layout", save_original_format=False)
+    with pytest.raises(PatchedWeightsError, match=r"(?s)Not in the checkpoint.*qkv_proj.*unused.*q_proj"):
+        MixtralForCausalLM.from_pretrained(tmp_path / "layout", patcher=Patcher(fusions="qkv"))
+
+
 def test_a_name_that_the_config_has_lost_is_missed(layout: Path) -> None:
     change_config(layout, fusion_config={"patcher": ["qkv"]})
     with pytest.raises(PatchedWeightsError, match=r"'qkv', .* not fused here:\n  model\.layers\.\{0\.\.1\}\.mlp\n"):
