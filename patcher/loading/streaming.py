@@ -179,9 +179,10 @@ class _Checkpoint:
             for integration in integrations()
             for path, module in integration.adapted(self.model, adapters == "merged", around).items()
         }
-        if adapted and adapters not in get_args(Adapters):
+        if adapters not in get_args(Adapters) and (adapted or adapters is not None):
+            where = next(iter(adapted), "No module")
             raise InvalidPatcherError(
-                f"{next(iter(adapted))} has an adapter, and adapters={adapters!r} doesn't say what becomes of it. "
+                f"{where} has an adapter, and adapters={adapters!r} doesn't say what becomes of it. "
                 'Write adapters="merged" for weights that compute what the model does, or adapters="left out".'
             )
         result: dict[str, Any] = {}

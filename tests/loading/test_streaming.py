@@ -67,6 +67,13 @@ def overwritten(model: Any) -> Any:
 # --- out of a model ------------------------------------------------------------------------------------------------
 
 
+def test_a_misspelt_choice_is_an_error_without_adapters_too() -> None:
+    model: Any = build_tiny(tiny_llama_config())
+    for read in (checkpoint_weights, checkpoint_metadata):
+        with pytest.raises(InvalidPatcherError, match=r"adapters='mergd' doesn't say .* Write adapters=\"merged\""):
+            list(read(model, adapters="mergd"))  # type: ignore[operator]
+
+
 @rows
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_it_is_what_a_save_writes(row: Row, dtype: torch.dtype, tmp_path: Path) -> None:
