@@ -216,17 +216,35 @@ def _name_experts(config: Any, model: nn.Module) -> None:
     targets, named = config.target_modules, _named_experts(config, model)
     if _means_all_linear(config) or any(_is_unambiguous(targets, layer) for layer in named):
         return
+    others = targets if isinstance(targets, str) else rf"(?:.*\.)?(?:{'|'.join(map(re.escape, sorted(targets)))})"
+    if (chosen := getattr(config, "layers_to_transform", None)) is not None:
+        before = re.escape(re.split(r"\.\d+\.", named[0])[0])
+        chosen = "|".join(map(str, [chosen] if isinstance(chosen, int) else chosen))
+        expression = rf"{before}\.(?:{chosen})\.{others}"
+        raise InvalidPatcherError(
+            f"The adapter names layers of experts ({named[0]}), and layers_to_transform="
+            f"{config.layers_to_transform!r} would be indices of experts there. Leave it out, and write "
+            f"target_modules as an expression: {expression!r}."
+        )
     paths = [layer.split(".") for layer in named]
     stacks, names = ("|".join(sorted({path[position] for path in paths})) for position in (-3, -1))
     experts = rf".*\.(?:{stacks})\.\d+\.(?:{names})"
-    if getattr(config, "layers_to_transform", None) is not None:
-        raise InvalidPatcherError(
-            f"The adapter names layers of experts ({named[0]}), and layers_to_transform="
-            f"{config.layers_to_transform!r} would be indices of experts there. Write target_modules as an expression "
-            f"instead: {experts!r}."
-        )
-    others = targets if isinstance(targets, str) else rf"(?:.*\.)?(?:{'|'.join(map(re.escape, sorted(targets)))})"
+    if len(named) < sum(matches(experts, layer) for layer in unstacked_layers(model)):
+        experts = _expression_of(named, unstacked_layers(model))
     config.target_modules = f"(?:{others})|{experts}"
+
+
+def _expression_of(named: Iterable[str], layers: Iterable[str]) -> str:
+    """Return an expression that matches some layers of experts and no others."""
+    numbers: list[dict[tuple[str, str], set[str]]] = [{}, {}]  # (stack, name) -> the indices of experts
+    for indices, paths in zip(numbers, (named, layers), strict=True):
+        for stack, number, name in (path.rsplit(".", 2) for path in paths):
+            indices.setdefault((stack, name), set()).add(number)
+    stacks: dict[str, list[str]] = {}
+    for (stack, name), chosen in numbers[0].items():
+        number = r"\d+" if chosen == numbers[1][stack, name] else f"(?:{'|'.join(sorted(chosen))})"
+        stacks.setdefault(rf"{number}\.{name}", []).append(re.escape(stack))
+    return "|".join(rf"(?:{'|'.join(paths)})\.{layer}" for layer, paths in stacks.items())
 
 
 def _means_all_linear(config: Any) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from transformers import GptOssConfig, Llama4TextConfig, Qwen3MoeConfig
 
@@ -127,9 +129,34 @@ def test_one_of_single_experts_is_not_loaded_without_them(name: str, folders: di
 def test_numbers_of_layers_would_be_numbers_of_experts(folders: dict[str, Path]) -> None:
     model = base(folders["mixtral"], patcher=EXPERTS)
     with pytest.raises(
-        InvalidPatcherError, match=r"layers_to_transform=\[1\] would be indices of experts there\. Write"
+        InvalidPatcherError, match=r"layers_to_transform=\[1\] would be indices of experts there\. Leave"
     ):
         get_peft_model(model, config(target_modules=["gate_proj"], layers_to_transform=[1]))
+
+
+@pytest.mark.parametrize(
+    ("targets", "chosen"),
+    [
+        (r".*layers\.1\..*gate_proj", {(1, expert, "gate_proj") for expert in range(4)}),
+        (r".*\.(?:experts\.0|1)\..*(?:gate|up)_proj", None),
+        (r".*\.1\.(?:up_proj|q_proj)|.*0\.mlp\..*down_proj", None),
+        (r".*gate_proj", {(layer, expert, "gate_proj") for layer in range(2) for expert in range(4)}),
+    ],
+)
+def test_an_expression_adapts_no_other_experts(
+    targets: str, chosen: set[tuple[int, int, str]] | None, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    model = base(folders["mixtral"], patcher=EXPERTS)
+    layers = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    expected = {name for name in layers if re.fullmatch(targets, name)}
+    if chosen is not None:
+        assert expected == {f"model.layers.{layer}.mlp.experts.{expert}.{name}" for layer, expert, name in chosen}
+    get_peft_model(model, config(target_modules=targets)).save_pretrained(tmp_path)
+    for adapted in (model, base(folders["mixtral"], patcher=EXPERTS)):
+        if adapted is not model:
+            adapted.load_adapter(tmp_path)
+        found = {name for name, module in adapted.named_modules() if isinstance(module, BaseTunerLayer)}
+        assert found == expected
 
 
 @pytest.mark.parametrize("name", CONFIGS)

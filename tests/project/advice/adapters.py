@@ -31,14 +31,14 @@ def an_adapter_of_quantized_weights(at: Place) -> Steps:
     assert adapted_layers(model) == 1
 
 
-@advice("Write target_modules as an expression instead: {}.")
+@advice("Leave it out, and write target_modules as an expression: {}.")
 def numbers_of_layers_beside_experts(at: Place) -> Steps:
     def new(**settings: Any) -> Any:
         model = MixtralForCausalLM.from_pretrained(at.moe, patcher=Patcher(fusions="sequential_experts"))
         return get_peft_model(model, config(**settings))
 
     said = yield lambda: new(target_modules=["gate_proj"], layers_to_transform=[1])
-    assert adapted_layers(new(target_modules=written(said, r"instead: ('.*')\.$"))) == 2 * 4
+    assert adapted_layers(new(target_modules=written(said, r"expression: ('.*')\.$"))) == 4
 
 
 @advice(
