@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import LlamaForCausalLM
+from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
@@ -22,7 +24,7 @@ from transformers.models.llama.modeling_llama import (
 
 from patcher import CodegenError, Patcher
 from patcher.codegen import PatchConfig, generate
-from tests.support.tiny import tiny_inputs, tiny_llama_config
+from tests.support.tiny import DECODER_SIZES, tiny_inputs, tiny_llama_config
 
 
 @functools.wraps(stock_rotary)
@@ -175,6 +177,11 @@ class Doubled(LlamaMLP):
         return super().forward(x) * 2
 
 
+class DoubledGemma3(Gemma3MLP):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * 2
+
+
 def test_a_base_by_its_name_comes_with_the_other_patches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patcher = Patcher({"LlamaDecoderLayer": OwnLayer, "LlamaMLP": Doubled})
     own, patched, stock = outputs(patcher, tmp_path, monkeypatch)
@@ -186,6 +193,39 @@ def test_a_base_of_a_module_comes_without_and_is_refused() -> None:
     with pytest.raises(CodegenError, match=r"derives from modeling_llama\.LlamaDecoderLayer, .* Derive it"):
         text_of(Patcher({"LlamaDecoderLayer": ByModule, "LlamaMLP": Doubled}))
     text_of(Patcher({"LlamaDecoderLayer": ByModule}))  # the only one
+
+
+HEADS = [
+    *(("Llama", f"LlamaFor{task}") for task in ("SequenceClassification", "TokenClassification", "QuestionAnswering")),
+    ("Gemma3", "Gemma3ForConditionalGeneration"),
+]
+
+
+@pytest.mark.parametrize("mapping", ["class", "function"])
+@pytest.mark.parametrize(("family", "head"), HEADS)
+def test_a_part_that_an_auto_class_builds_is_of_the_file(
+    family: str, head: str, mapping: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_class, config = getattr(transformers, head), tiny_llama_config(pad_token_id=0)
+    if family == "Gemma3":
+        text = {**DECODER_SIZES, "head_dim": 16}
+        vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = transformers.Gemma3Config(text_config=text, vision_config=vision)
+    patcher = Patcher(function_mapping={"apply_rotary_pos_emb": unrotated})
+    if mapping == "class":
+        patcher = Patcher({f"{family}MLP": {"Llama": Doubled, "Gemma3": DoubledGemma3}[family]})
+    described = PatchConfig.from_patcher(patcher, model_class, config=config, target_file="modeling_own.py")
+    (tmp_path / "modeling_own.py").write_text(generate(described))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "modeling_own", raising=False)
+    stock = model_class(config)
+    models = [getattr(importlib.import_module("modeling_own"), head)(config), stock]
+    models.insert(1, model_class._from_config(config, patcher=patcher))
+    for model in models:
+        model.load_state_dict(stock.state_dict())
+    own, patched, expected = (model.eval()(input_ids=torch.arange(1, 9)[None])[0] for model in models)
+    assert torch.equal(own, patched)
+    assert not torch.allclose(patched, expected)
 
 
 #: a module whose classes need more than their own lines

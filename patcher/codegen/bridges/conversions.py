@@ -8,14 +8,12 @@ parameters are merged with the fusion.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-import transformers
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import (
@@ -45,7 +43,6 @@ from patcher.layouts.layouts import Flatten, Layout, Rows
 from patcher.layouts.transforms import describe, identity, select_conversions
 from patcher.patterns import inside
 from patcher.source.reading import signature_of
-from patcher.source.texts import dedented
 
 if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig
@@ -120,20 +117,15 @@ class OwnConversions:
             statements += [f"{name}._keys_to_ignore_on_load_unexpected = {dropped!r}" for name in names]
         self.described.endings.append("\n".join(statements))
         self._add_checkpoint_base(prefix)
-        self._write_heads()
 
     # -- classes ----------------------------------------------------------------------------------------------------
 
     def _models(self) -> dict[str, PreTrainedModel]:
         return {path: module for path, module in self.modules.items() if isinstance(module, PreTrainedModel)}
 
-    def _model_classes(self) -> list[Any]:
-        """Return the model classes that the module defines."""
-        return [cls for cls in self.text.own_classes() if issubclass(cls, PreTrainedModel)]
-
     def _base_classes(self) -> list[type]:
         """Return the model classes that inherit from no other model class of the module."""
-        models = self._model_classes()
+        models = self.text.model_classes()
         return [cls for cls in models if not any(base in models for base in cls.__mro__[1:])]
 
     def _owner(self, path: str, layouts: Sequence[Layout]) -> str:
@@ -188,23 +180,6 @@ class OwnConversions:
             if name in replaced:
                 raise self.described.refusal(f"{name} is replaced, by which the models of a file know checkpoints")
             self.described.bases[name] = base.__name__
-
-    def _write_heads(self) -> None:
-        """Let heads whose `__init__` is that of a mixin, which uses an Auto class, construct the model of the file."""
-        for cls in self._model_classes():
-            mixin: Any = next(base for base in cls.__mro__ if "__init__" in vars(base))
-            if mixin.__module__ != "transformers.modeling_layers":
-                continue
-            code, config_class = inspect.getsource(mixin.__init__), cls.config_class
-            mapping = transformers.MODEL_MAPPING if isinstance(config_class, type) else {}
-            base: Any = mapping.get(config_class, None)
-            construction = "setattr(self, self.base_model_prefix, AutoModel.from_config(config))"
-            if construction not in code or base is None or base.__name__ not in self.text.classes:
-                continue
-            code = code.replace(construction, f"self.{cls.base_model_prefix} = {base.__name__}(config)")
-            code = code.replace("super()", f"super({mixin.__name__}, self)")
-            code = re.sub(r"(?m)^ *# Similar to .*\n", "", code)
-            self.described.override_method(f"{cls.__name__}.__init__", dedented(code), new=True)
 
     # -- conversions ------------------------------------------------------------------------------------------------
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -33,6 +36,7 @@ from patcher.resolution.resolution import NO_CHANGE, Resolution, resolve, skelet
 from patcher.source.definitions import decorator_name, decorators_of
 from patcher.source.reading import file_tree
 from patcher.source.scopes import nearest
+from patcher.source.texts import dedented
 from patcher.spec.forward_of import FLAGS, ForwardOf
 from patcher.spec.validation import required_groups
 
@@ -72,7 +76,8 @@ def describe_patcher(
         _replace_class(described, name, cls, dependencies)
     modules = dict(named_modules(description.stock))
     layers = FusedLayers(described, description.text, modules, resolution.refused, dependencies.define)
-    changed = {path for path, module in modules.items() if type(module).__name__ in replaced}
+    calling = {caller for function in resolution.functions.replaced for caller in function.callers}
+    changed = {path for path, module in modules.items() if type(module).__name__ in calling.union(replaced)}
     for path in sorted(changed.union(resolution.fused)):
         layers.construct_from_file(path, replaced)
     description.replace_functions(resolution, dependencies)
@@ -88,6 +93,7 @@ def describe_patcher(
         converted = sorted({*layers.names, *own_layouts})
         own = OwnConversions(described, description.text, modules, patcher, dependencies, converted)
         own.write(layouts, conversions)
+    description.write_heads()
     described.runtime, described.of_runtime = patcher, tuple(described.patches)
 
 
@@ -175,6 +181,23 @@ class _Description(NamedTuple):
             else:
                 layers.replace_embeddings(fused)
         return {path: tuple(fusions[path].layouts(layers.modules[path])) for path in resolution.fused}
+
+    def write_heads(self) -> None:
+        """Let heads whose `__init__` is that of a mixin, which uses an Auto class, construct the model of the file."""
+        for cls in self.text.model_classes():
+            mixin: Any = next(base for base in cls.__mro__ if "__init__" in vars(base))
+            if mixin.__module__ != "transformers.modeling_layers":
+                continue
+            code, config_class = inspect.getsource(mixin.__init__), cls.config_class
+            mapping = transformers.MODEL_MAPPING if isinstance(config_class, type) else {}
+            base: Any = mapping.get(config_class, None)
+            construction = "setattr(self, self.base_model_prefix, AutoModel.from_config(config))"
+            if construction not in code or base is None or base.__name__ not in self.text.classes:
+                continue
+            code = code.replace(construction, f"self.{cls.base_model_prefix} = {base.__name__}(config)")
+            code = code.replace("super()", f"super({mixin.__name__}, self)")
+            code = re.sub(r"(?m)^ *# Similar to .*\n", "", code)
+            self.described.override_method(f"{cls.__name__}.__init__", dedented(code), new=True)
 
 
 def _replace_class(

@@ -57,6 +57,10 @@ class ModuleText:
         values = [vars(self.module).get(name) for name in self.classes]
         return [cls for cls in values if isinstance(cls, type) and self.defines(cls)]
 
+    def model_classes(self) -> list[Any]:
+        """Return the model classes that the module defines."""
+        return [cls for cls in self.own_classes() if issubclass(cls, PreTrainedModel)]
+
     def method(self, cls: type, name: str) -> tuple[type, ast.FunctionDef] | None:
         """Return a method of a class of the module, with the class that defines it."""
         for base in cls.__mro__:
