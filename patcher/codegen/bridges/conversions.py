@@ -145,11 +145,12 @@ class OwnConversions:
         return min(converting, key=lambda owner: (not owner, len(owner)), default=around[-1])
 
     def _name_prefix(self, items: Mapping[str, list[str]]) -> str:
-        """Return the prefix of class names, which differs for files whose conversions differ."""
+        """Return the prefix of class names, which differs for files whose conversions differ.
+
+        They may for one patcher and one class: by its config DeepSeek-V3 has an MLP in each layer, or shared experts.
+        """
         names = [fusion if isinstance(fusion, str) else type(fusion).__name__ for fusion in self.patcher.fusions]
         words = "".join(word[:1].upper() + word[1:] for name in names for word in name.split("_"))
-        if names == list(self.patcher.fusions) and words and not self.patcher.class_mapping:
-            return words
         return f"{words or 'Patched'}{hashlib.sha256(repr(items).encode()).hexdigest()[:4].upper()}"
 
     def _check_stock_keys(self, owners: Sequence[str]) -> None:

@@ -72,7 +72,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 # [ADDED CODE]
 # Why: the models here have names of their own, by which transformers finds their conversions
-OWN_NAME = "Qkv"
+OWN_NAME = "QkvB1F4"
 CONVERTED = ("FusedLlamaAttention",)
 
 
@@ -583,7 +583,7 @@ class LlamaPreTrainedModel(OriginalCheckpoints, PreTrainedModel):
 
 
 @auto_docstring
-class QkvLlamaModel(LlamaPreTrainedModel):
+class QkvB1F4LlamaModel(LlamaPreTrainedModel):
     def __init__(self, config: LlamaConfig):
         super().__init__(config)
         self.padding_idx = config.pad_token_id
@@ -656,7 +656,7 @@ class QkvLlamaModel(LlamaPreTrainedModel):
         )
 
 
-LlamaModel = QkvLlamaModel
+LlamaModel = QkvB1F4LlamaModel
 
 
 @auto_docstring
@@ -791,7 +791,7 @@ class LlamaForTokenClassification(GenericForTokenClassification, LlamaPreTrained
 
 
 register_checkpoint_conversion_mapping(
-    "QkvLlamaModel",
+    "QkvB1F4LlamaModel",
     [
         WeightConverter(
             ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], "self_attn.qkv_proj", [JoinRows()]

@@ -76,7 +76,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 # [ADDED CODE]
 # Why: the models here have names of their own, by which transformers finds their conversions
-OWN_NAME = "SequentialExperts"
+OWN_NAME = "SequentialExpertsC7AE"
 CONVERTED = ("MixtralExperts",)
 STOCK_CONVERSIONS = ("mixtral",)
 
@@ -603,7 +603,7 @@ class MixtralPreTrainedModel(ConvertedCheckpoints, PreTrainedModel):
 
 
 @auto_docstring
-class SequentialExpertsMixtralModel(MixtralPreTrainedModel):
+class SequentialExpertsC7AEMixtralModel(MixtralPreTrainedModel):
     def __init__(self, config: MixtralConfig):
         super().__init__(config)
         self.padding_idx = config.pad_token_id
@@ -678,7 +678,7 @@ class SequentialExpertsMixtralModel(MixtralPreTrainedModel):
         )
 
 
-MixtralModel = SequentialExpertsMixtralModel
+MixtralModel = SequentialExpertsC7AEMixtralModel
 
 
 def load_balancing_loss_func(
@@ -907,7 +907,7 @@ class MixtralForQuestionAnswering(GenericForQuestionAnswering, MixtralPreTrained
 
 
 register_checkpoint_conversion_mapping(
-    "SequentialExpertsMixtralModel",
+    "SequentialExpertsC7AEMixtralModel",
     [
         WeightRenaming(".block_sparse_moe.", ".mlp."),
         WeightRenaming(r".experts.(\d+).w1.weight", r".experts.\1.gate_proj.weight"),

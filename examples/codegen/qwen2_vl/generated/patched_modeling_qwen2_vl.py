@@ -89,7 +89,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 # [ADDED CODE]
 # Why: the models here have names of their own, by which transformers finds their conversions
-OWN_NAME = "PatchEmbeddings"
+OWN_NAME = "PatchEmbeddings3648"
 CONVERTED = ("LinearPatchEmbedding",)
 STOCK_CONVERSIONS = ("Qwen2VLForConditionalGeneration", "Qwen2VLModel")
 
@@ -914,7 +914,7 @@ class Qwen2VLPreTrainedModel(ConvertedCheckpoints, PreTrainedModel):
 
 
 @auto_docstring
-class PatchEmbeddingsQwen2VisionTransformerPretrainedModel(Qwen2VLPreTrainedModel):
+class PatchEmbeddings3648Qwen2VisionTransformerPretrainedModel(Qwen2VLPreTrainedModel):
     config: Qwen2VLVisionConfig
     input_modalities = ("image", "video")
     _no_split_modules = ["Qwen2VLVisionBlock"]
@@ -983,7 +983,7 @@ class PatchEmbeddingsQwen2VisionTransformerPretrainedModel(Qwen2VLPreTrainedMode
         )
 
 
-Qwen2VisionTransformerPretrainedModel = PatchEmbeddingsQwen2VisionTransformerPretrainedModel
+Qwen2VisionTransformerPretrainedModel = PatchEmbeddings3648Qwen2VisionTransformerPretrainedModel
 
 
 @auto_docstring
@@ -1644,7 +1644,7 @@ class Qwen2VLForConditionalGeneration(Qwen2VLPreTrainedModel, GenerationMixin):
 
 
 register_checkpoint_conversion_mapping(
-    "PatchEmbeddingsQwen2VisionTransformerPretrainedModel",
+    "PatchEmbeddings3648Qwen2VisionTransformerPretrainedModel",
     [
         WeightConverter("patch_embed.proj.weight", "patch_embed.proj.linear.weight", [FlattenKernel()]),
     ],
