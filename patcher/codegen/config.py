@@ -182,8 +182,14 @@ class PatchConfig(PatchSpec):
         """Add everything of another config, except the patches, helpers and exclusions of some targets.
 
         Raises:
-            CodegenError: if `without` has a target that the other config doesn't have.
+            CodegenError: if `without` has a target that the other config doesn't have, or the other config is one of
+                `from_patcher` with classes that only its models have.
         """
+        if other.renamed or other.bases or other.endings:
+            raise CodegenError(
+                f"{caller()}: include() can't take {other!r}, which from_patcher() has made: its models have names "
+                "and conversions of their own. Add the patches to that config instead."
+            )
         skipped = set(without)
         known = {*(patch.target for patch in other.patches), *(helper.__name__ for helper in other.helpers)}
         known |= {*other.excluded, *other.dropped, *(target for target, _ in other.undecorated)}

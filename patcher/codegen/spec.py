@@ -403,9 +403,9 @@ class PatchSpec:
         self.derived: list[str] = []
         #: statements after the definitions
         self.endings = Blocks()
-        #: the Patcher that it was created from, and the patches that have its effect
+        #: the Patcher that it was created from, and the patches and helpers that have its effect
         self.runtime: Any = None
-        self.of_runtime: tuple[Patch, ...] = ()
+        self.of_runtime: tuple[Patch | Helper, ...] = ()
         #: the call that generates the file, if no file has the config
         self.made_by = ""
         #: whether checkpoints of the file's models are converted by what it registers alone

@@ -15,13 +15,16 @@ import sys
 import textwrap
 import types
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from patcher.errors import CodegenError, PatcherWarning, calling_frame
 from patcher.source.scopes import (
     Definition,
+    bound_by,
     bound_name,
     free_names,
     imported_names,
@@ -200,7 +203,8 @@ def read_source(obj: Any, call: str, where: Location) -> Source:
             "If the file was edited since, start again; if the class is defined twice, give one a name of its own; "
             "if it was made by type(), write it as a definition."
         )
-    if changed := _changed_later(inner, node):
+    is_dispatched = hasattr(obj, "registry") and hasattr(obj, "dispatch")
+    if changed := "its registry" if is_dispatched else _changed_later(inner, node):
         raise CodegenError(
             f"{where}: {call} needs the source of {name!r}, and {changed} was changed after its definition in {file}. "
             "Write the change into the definition."
@@ -234,34 +238,67 @@ def _future_imports(tree: ast.Module) -> list[ast.alias]:
     return [alias for node in nodes for alias in node.names]
 
 
-def _changed_later(obj: Any, node: Definition) -> str:
-    """Return a method, a constant of a class, or a default that isn't that of the definition; "" if none is."""
+def _changed_later(obj: Any, node: Definition, around: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Return a method, an attribute of a class, or a default that isn't that of the definition; "" if none is.
+
+    Args:
+        around: the attributes of the class around a method.
+    """
     if not isinstance(node, ast.ClassDef):
-        for default, value in zip(reversed(node.args.defaults), reversed(obj.__defaults__ or ()), strict=False):
-            if isinstance(default, ast.Name) and obj.__globals__.get(default.id, value) is not value:
-                return f"{default.id}, a default of it,"
+        values, named = obj.__defaults__ or (), obj.__kwdefaults__ or {}
+        pairs = [*zip(reversed(node.args.defaults), reversed(values), strict=False)]
+        pairs += [
+            (default, named[argument.arg])
+            for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+            if default is not None and argument.arg in named
+        ]
+        if attributes := [name for name in vars(obj) if not name.startswith("_") and not node.decorator_list]:
+            return f"its {attributes[0]}"
+        changed = (default for default, value in pairs if not _gives(default, value, obj.__globals__ | around))
+        return next((f"{ast.unparse(default)}, a default of it," for default in changed), "")
+    if node.decorator_list or type(obj) is not type or issubclass(obj, tuple):  # what makes it may change it
         return ""
-    if node.decorator_list:  # which may change the class
-        return ""
-    assigned = {ast.unparse(target) for item in node.body if isinstance(item, ast.Assign) for target in item.targets}
+    file, members = _class_file(obj), vars(obj)
+    namespace = {**vars(sys.modules.get(obj.__module__, types)), **members}
+    bound = Counter(name for statement in node.body for name in bound_by(statement))
     for statement in node.body:
-        match statement:
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=value)):
-                if vars(obj).get(name, value) != value:
-                    return f"its {name}"
-            case ast.FunctionDef(name=name):
-                function = unwrap(vars(obj).get(name))
-                is_its = isinstance(function, types.FunctionType) and function.__name__ == name
-                if is_its and (changed := _changed_later(function, statement)):
-                    return changed
-    file = _class_file(obj)
-    for name, value in vars(obj).items():
-        function = unwrap(value)
-        if isinstance(function, types.FunctionType) and function.__code__.co_filename == file:
-            is_inside = start_line(node) <= function.__code__.co_firstlineno <= (node.end_lineno or 0)
-            if not is_inside and name not in assigned:
+        names = bound_by(statement)
+        name, value = next(iter(names), ""), getattr(statement, "value", None)
+        if len(names) != 1 or bound[name] > 1 or name not in members:
+            continue
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(value, ast.expr):
+            if not _gives(value, members[name], namespace):
                 return f"its {name}"
+        elif isinstance(statement, ast.FunctionDef) and not statement.decorator_list:
+            function = unwrap(members[name])
+            if not isinstance(function, types.FunctionType) or not _is_inside(function, node, file):
+                return f"its {name}"
+            if changed_later := _changed_later(function, statement, members):
+                return changed_later
+    for name in members.keys() - bound.keys():
+        value = unwrap(members[name])
+        is_function = isinstance(value, types.FunctionType) and value.__code__.co_filename == file
+        is_constant = type(value) in (bool, int, float, str) and not name.startswith("_")
+        if is_constant or (is_function and not _is_inside(value, node, file)):
+            return f"its {name}"
     return ""
+
+
+def _is_inside(function: types.FunctionType, node: ast.ClassDef, file: str) -> bool:
+    code = function.__code__
+    return code.co_filename == file and start_line(node) <= code.co_firstlineno <= (node.end_lineno or 0)
+
+
+def _gives(expression: ast.expr, value: Any, namespace: Mapping[str, Any]) -> bool:
+    """Whether an expression gives a value, as far as it can be evaluated without calling anything."""
+    if any(isinstance(part, ast.Call | ast.Await | ast.NamedExpr | ast.Lambda) for part in ast.walk(expression)):
+        return True
+    try:
+        found = eval(compile(ast.Expression(expression), "<definition>", "eval"), dict(namespace))
+        is_equal = found is value or bool(found == value) or repr(found) == repr(value)
+    except Exception:  # a name that isn't known any more, or a tensor
+        return True
+    return type(found) is type(value) and is_equal
 
 
 def given_code(text: str, call: str, where: Location) -> tuple[str, ast.Module]:

@@ -148,6 +148,15 @@ def undefined_names(text: str, tree: ast.Module) -> dict[str, int]:
     return dict(sorted(lines.items(), key=lambda item: (item[1], item[0])))
 
 
+def names_at_definition(node: Definition) -> set[str]:
+    """Return the global names that are read when a definition is executed, before anything is called."""
+    tree = ast.parse(ast.unparse(node))
+    for part in ast.walk(tree):
+        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+            part.body = [ast.Pass()]
+    return free_names(ast.unparse(tree))
+
+
 def free_names(text: str, around: Collection[str] = ()) -> set[str]:
     """Return the global names that a piece of code uses and doesn't bind: no builtins but those bound `around` it.
 

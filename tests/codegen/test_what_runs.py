@@ -24,6 +24,7 @@ from transformers.models.llama.modeling_llama import (
 
 from patcher import CodegenError, Patcher
 from patcher.codegen import PatchConfig, generate
+from tests.support.replacements import OwnMLP
 from tests.support.tiny import DECODER_SIZES, tiny_inputs, tiny_llama_config
 
 
@@ -110,6 +111,62 @@ class Default(LlamaMLP):
         return super().forward(x) * scale
 
 
+class KeywordDefault(LlamaMLP):
+    def forward(self, x: Any, *, scale: float = 1 * SCALE) -> Any:
+        return super().forward(x) * scale
+
+
+class OfGlobal(LlamaMLP):
+    factor: float = SCALE
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * self.factor
+
+
+class AddedConstant(LlamaMLP):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * getattr(self, "factor", 1.0)
+
+
+def made(SCALE: float) -> Any:  # noqa: N803  # it hides the global
+    class Local(LlamaMLP):
+        factor = SCALE
+
+        def forward(self, x: Any) -> Any:
+            return super().forward(x) * self.factor
+
+    return Local
+
+
+def options(x: Any) -> Any:
+    return x * options.factor  # type: ignore[attr-defined]
+
+
+class OfOptions(LlamaMLP):
+    def forward(self, x: Any) -> Any:
+        return options(super().forward(x))
+
+
+@functools.singledispatch
+def gained(x: Any) -> Any:
+    return x
+
+
+@gained.register
+def _(x: torch.Tensor) -> Any:
+    return x * 2
+
+
+class Dispatched(LlamaMLP):
+    def forward(self, x: Any) -> Any:
+        return gained(super().forward(x))
+
+
+class OfAnotherFile(LlamaMLP):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x)
+
+
 class Added(LlamaMLP):
     def extra_repr(self) -> str:
         return "own"
@@ -122,7 +179,10 @@ def doubled(self: Any, x: Any) -> Any:
 Assigned.forward = doubled  # type: ignore[method-assign]
 Constant.factor = 5.0
 SCALE = 3.0
+AddedConstant.factor = 2.0  # type: ignore[attr-defined]
 Added.forward = doubled  # type: ignore[method-assign]
+options.factor = 2.0  # type: ignore[attr-defined]
+OfAnotherFile.forward = OwnMLP.forward  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -132,10 +192,17 @@ Added.forward = doubled  # type: ignore[method-assign]
         (Constant, "its factor"),
         (Default, "SCALE, a default of it,"),
         (Added, "its forward"),
+        (KeywordDefault, r"1 \* SCALE, a default of it,"),
+        (OfGlobal, "its factor"),
+        (AddedConstant, "its factor"),
+        (made(2.0), "its factor"),
+        (OfOptions, "its factor"),
+        (Dispatched, "its registry"),
+        (OfAnotherFile, "its forward"),
     ],
 )
 def test_what_was_changed_later_is_refused(cls: Any, what: str) -> None:
-    with pytest.raises(CodegenError, match=rf"'{cls.__name__}', and {what} was changed after its definition in"):
+    with pytest.raises(CodegenError, match=rf"the source of '\w+', and {what} was changed after its definition in"):
         text_of(Patcher({"LlamaMLP": cls}))
 
 
@@ -232,9 +299,12 @@ def test_a_part_that_an_auto_class_builds_is_of_the_file(
 WRITTEN = """\
 from __future__ import annotations
 
+import enum
+
 from torch import Tensor
 from transformers.models.llama import modeling_llama
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, apply_rotary_pos_emb as stock_rotary
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, repeat_kv
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as stock_rotary
 
 try:
     import there_is_none as kernels
@@ -250,6 +320,46 @@ class Int(int):
 
 
 TWO = Int(1)
+
+
+class Mode(enum.Enum):
+    SINGLE = 1
+    DOUBLE = 2
+
+
+def twice(function):
+    def doubled(self, x):
+        return function(self, x) * Mode.DOUBLE.value
+
+    return doubled
+
+
+class Decorated(LlamaMLP):
+    @twice
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Derived(LlamaMLP):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+class DerivedTwice(Derived):
+    pass
+
+
+def turned(x, turn=repeat_kv):
+    return turn(x[None], 1)[0]
+
+
+class Layer(LlamaDecoderLayer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.mlp = DerivedTwice(config)
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return super().forward(turned(hidden_states), *args, **kwargs)
 
 
 class Annotated(LlamaMLP):
@@ -291,6 +401,8 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1, depth=1):
     ("target", "name"),
     [
         ("LlamaMLP", "Annotated"),
+        ("LlamaMLP", "Decorated"),
+        ("LlamaDecoderLayer", "Layer"),
         ("LlamaMLP", "Optional"),
         ("LlamaMLP", "Counting"),
         ("LlamaMLP", "Subclassed"),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import importlib
 import inspect
 import linecache
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,14 @@ from patcher.codegen.generation.surroundings import absolute_name
 from patcher.compat import standing_alone
 from patcher.compat.modeling_code import unrebound
 from patcher.source.reading import Source, caller, file_tree, read_source, unwrap
-from patcher.source.scopes import bound_by, free_names, imported_names, modules_under
+from patcher.source.scopes import (
+    Definition,
+    bound_by,
+    free_names,
+    imported_names,
+    modules_under,
+    names_at_definition,
+)
 from patcher.source.texts import Text
 
 if TYPE_CHECKING:
@@ -31,15 +39,25 @@ class Dependencies:
     Attributes:
         config: the config that gets imports, helpers and constants.
         original: the patched module.
-        targets: replacement -> the name of the class or function of the original module that it replaces, which is
-            its name in the file.
+        targets: replacement -> the names of the classes or functions of the original module that it replaces, which
+            are its names in the file.
     """
 
     config: PatchConfig
     original: types.ModuleType
-    targets: Mapping[Any, str]
+    targets: Mapping[Any, Sequence[str]]
     _added: dict[str, Any] = field(default_factory=dict)
+    #: helper -> the definition of the patched module that it is written behind
+    _anchors: dict[str, str] = field(default_factory=dict)
+    #: what is copied, and the constants that are imported
+    _used: dict[str, Any] = field(default_factory=dict)
     _constants: set[str] = field(default_factory=set)  # with values of this file, whatever the copied code has
+
+    @functools.cached_property
+    def _lines(self) -> dict[str, int]:
+        """The lines of the definitions of the patched module."""
+        tree = file_tree(self.original.__file__ or "")
+        return {node.name: node.lineno for node in tree.body if isinstance(node, Definition)}
 
     def add(self, obj: Any, call: str) -> dict[str, str]:
         """Add the dependencies of a class or function, and return the names that it has to write differently."""
@@ -52,13 +70,20 @@ class Dependencies:
         bases = [*node.bases, *node.keywords] if isinstance(node, ast.ClassDef) else []
         in_body = free_names("\n".join(map(ast.unparse, node.body)), namespace) if bases else set[str]()
         for name, new in renamed.items():
-            stock = vars(self.original).get(new) if new in self.targets.values() else None
-            is_other = (new != self.targets.get(obj) or name in in_body) and isinstance(stock, type)
+            stock = vars(self.original).get(new) if any(new in names for names in self.targets.values()) else None
+            is_other = (new not in self.targets.get(obj, ()) or name in in_body) and isinstance(stock, type)
             if is_other and unrebound(namespace[name]) is stock:
                 raise self.config.error(
                     f"{call} uses {name}, which the patcher replaces: this code has the class of "
                     f"{self.original.__name__} at a load, and would have the replacement in a file. If that one is "
                     "meant, use it by its own name; if not, load with the patcher itself."
+                )
+        for target in self.targets.get(obj, ()):
+            names = {renamed.get(name, name) for name in names_at_definition(node)} - {target}
+            for name in sorted(name for name in names if self._lines.get(name, 0) > self._lines.get(target, 0)):
+                raise self.config.error(
+                    f"{call} reads {name} when it is defined, and {self.original.__name__} defines that after "
+                    f"{target}, in whose place it is. Use {name} inside of a method."
                 )
         for part, base in zip(bases, getattr(obj, "__bases__", ()), strict=False):
             self._check_base(part, base, obj, call)
@@ -93,8 +118,13 @@ class Dependencies:
         """Add a name that a source uses, and return its name in the file."""
         if isinstance(value, type | types.FunctionType):
             value = unrebound(value)
-            if value in self.targets:
-                return self.targets[value]
+            if len(names := self.targets.get(value, ())) > 1:
+                raise self.config.error(
+                    f"{call} uses {name}, which replaces {' and '.join(names)}: a file has a class for each of them. "
+                    "Give each key a class of its own, derived from this one."
+                )
+            if names:
+                return names[0]
         own_name = str(getattr(value, "__name__", ""))
         module = getattr(value, "__module__", None)
         if module == self.original.__name__ and vars(self.original).get(own_name) is value:
@@ -131,6 +161,24 @@ class Dependencies:
             self._add_name(name, namespace[name], namespace, source, call)
         self.config.add_post_import_block(code)
 
+    def _anchor(self, source: Source, name_map: Mapping[str, str]) -> str:
+        """Return the last definition that a helper needs to be defined, "" if that isn't in the patched module."""
+        lines = self._lines | {name: self._lines.get(anchor, 0) for name, anchor in self._anchors.items()}
+        needed = [name_map.get(name, name) for name in names_at_definition(source.tree())]
+        last = max(needed, key=lambda name: (lines.get(name, 0), name in self._anchors), default="")
+        return last if lines.get(last, 0) else ""
+
+    def _check_instances(self, name: str, value: Any, call: str) -> None:
+        """Raise for a constant that a file would import, and whose class it would have a copy of."""
+        self._used[name] = value
+        for constant, item in self._used.items():
+            cls = type(item).__name__
+            if any(type(item) is other for other in self._used.values()):
+                raise self.config.error(
+                    f"{call} uses {constant!r}, and {cls}, its class, of which a file would have another one. Put "
+                    f"{cls} into a module that the generated file can import, and import it at the top level."
+                )
+
     def _is_known(self, name: str, value: Any, call: str, file: str = "") -> bool:
         """Whether the file has this value by this name; raises a CodegenError if it has another one."""
         names = vars(self.original) | self._added
@@ -154,16 +202,20 @@ class Dependencies:
                 self.config.add_import(home, names=[f"{inner.__name__} as {name}"])
                 return
             call = f"{call.rstrip(',')}, which uses {name!r},"
-            name_map = self.add(inner, call)
+            name_map = self.add(value, call)
+            self._check_instances(name, inner, call)
             if inner.__name__ != name:
                 raise self.config.error(
                     f"{call} calls it by another name than its own, {inner.__name__!r}. Use its own name."
                 )
-            self.config.add_helper(inner, name_map=name_map)
+            anchor = self._anchor(read_source(inner, call, self.config.where), name_map)
+            self._anchors[name] = anchor
+            self.config.add_helper_after(anchor, inner, name_map=name_map)
             return
         if _is_literal(value):
             self.config.add_post_import_block(f"{name} = {value!r}")
         elif module and module != "__main__" and vars(sys.modules.get(module, builtins)).get(name) is value:
+            self._check_instances(name, value, call)
             self.config.add_import(module, names=[name])
         else:
             raise self.config.error(
@@ -186,7 +238,7 @@ def _namespace(obj: Any) -> dict[str, Any]:
         node: Any = read_source(inner, inner.__name__, caller()).tree()
         for expression, base in zip(node.bases, inner.__bases__, strict=False):
             if isinstance(expression, ast.Name):
-                namespace.setdefault(expression.id, base)
+                namespace[expression.id] = base
     return namespace
 
 

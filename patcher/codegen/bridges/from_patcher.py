@@ -69,8 +69,10 @@ def describe_patcher(
         resolution = resolve(patcher.replace(class_mapping=replaced, alternatives=()), model_class, config)
     stock = {path: unrebound(cls) for path, cls in resolution.original_classes.items()}
     resolution = replace(resolution, original_classes=stock)
-    targets: dict[Any, str] = {cls: name for name, cls in replaced.items()}
-    targets |= {function.replacement: function.name.partition(":")[2] for function in resolution.functions.replaced}
+    functions = {function.name.partition(":")[2]: function.replacement for function in resolution.functions.replaced}
+    targets: dict[Any, list[str]] = {}
+    for name, replacement in (*sorted(replaced.items()), *functions.items()):
+        targets.setdefault(replacement, []).append(name)
     dependencies = Dependencies(described, modeling, targets)
     for name, cls in sorted(replaced.items()):
         _replace_class(described, name, cls, dependencies)
@@ -94,7 +96,7 @@ def describe_patcher(
         own = OwnConversions(described, description.text, modules, patcher, dependencies, converted)
         own.write(layouts, conversions)
     description.write_heads()
-    described.runtime, described.of_runtime = patcher, tuple(described.patches)
+    described.runtime, described.of_runtime = patcher, (*described.patches, *described.helpers)
 
 
 class _Description(NamedTuple):

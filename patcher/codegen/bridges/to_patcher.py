@@ -35,6 +35,8 @@ def to_patcher(config: PatchSpec) -> Patcher:
         rest = copy.copy(config)
         rest.patches = [patch for patch in config.patches if patch not in config.of_runtime]
         rest.runtime, rest.renamed, rest.bases, rest.endings, rest.helpers = None, {}, {}, Blocks(), Helpers()
+        for helper in (helper for helper in config.helpers if helper not in config.of_runtime):
+            rest.helpers.add(helper)
         return config.runtime | to_patcher(rest) if rest.patches else config.runtime
     generated = build(config)
     original, module = vars(importlib.import_module(generated.source.name)), vars(execute(generated))

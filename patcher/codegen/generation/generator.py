@@ -65,6 +65,7 @@ def build(config: PatchSpec) -> Generated:
     """Like `generate`, but return the text with its origins."""
     for index, patch in enumerate(config.patches):
         patch.check(config.patches[:index])
+        _check_is_run(patch, config)
     source = load(config.source_module, config.where)
     try:
         original = parsed(source.text)
@@ -91,6 +92,20 @@ def build(config: PatchSpec) -> Generated:
     changes = changes_of(config, patches, draft.header_fingerprints, orphans, methods)
     text = newline_of(source.text).join([*render_header(config, source, changes), without_banner(text)])
     return Generated(config, source, text, tuple(patches))
+
+
+def _check_is_run(patch: Patch, config: PatchSpec) -> None:
+    """Raise for a patch of a method that the fused subclass has itself: it would never run."""
+    cls, _, method = patch.definition.partition(".")
+    if cls not in config.derived or patch in config.of_runtime:
+        return
+    for helper in (helper for helper in config.helpers if helper.after == cls):
+        own = {getattr(node, "name", "") for node in getattr(helper.source.tree(), "body", ())}
+        if not method or method in own:
+            raise patch.error(
+                f"changes what {helper.__name__}, the fused {cls} of this file, has itself, so it would never run. "
+                f"Give the patcher a replacement of {cls}, in class_mapping, or leave the fusion out."
+            )
 
 
 def _in_source_order(patches: Iterable[Patch], tree: ast.Module) -> list[Patch]:

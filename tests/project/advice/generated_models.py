@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM, MixtralForCausalLM
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
 from patcher import Patcher
 from patcher.codegen import PatchConfig, generate, write
@@ -101,6 +102,30 @@ Mine = make()
 """
 
 
+ENUM = """
+import enum
+
+
+class Mode(enum.Enum):
+    ONE = 1
+
+
+MODE = Mode.ONE
+
+
+"""
+#: `repeat_kv` is defined after LlamaMLP
+EARLY = """
+from transformers.models.llama.modeling_llama import LlamaMLP, repeat_kv
+
+
+class Mine(LlamaMLP):
+    def forward(self, x, beside{default}):
+        {inside}
+        return super().forward(x)
+"""
+
+
 def helper(name: str, and_then: str = "") -> str:
     return f"def {name}(x):\n    return x\n{and_then}"
 
@@ -121,6 +146,20 @@ MODULES = {
         "which can't be written as text. Put it into a module that the generated file can import, and import it at ",
         MADE,
         MINE.format(above="keep = functools.partial(torch.mul, other=1.0)", function="keep"),
+    ),
+    "a_constant_of_a_copied_class": (
+        "{} uses {}, and {}, its class, of which a file would have another one. Put {} into a module that the "
+        "generated file can import, and import it at the top level.",
+        MINE.format(above=ENUM + helper("kept", "    assert isinstance(MODE, Mode)\n"), function="kept"),
+        MINE.format(
+            above="import ast\nNODE = ast.Pass()\n" + helper("kept", "    assert isinstance(NODE, ast.Pass)\n"),
+            function="kept",
+        ),
+    ),
+    "a_default_that_the_module_defines_later": (
+        "{} reads {} when it is defined, and {} defines that after {}, in whose place it is. Use {} inside of a ",
+        EARLY.format(default="=repeat_kv", inside=""),
+        EARLY.format(default="=None", inside="assert repeat_kv"),
     ),
 }
 
@@ -163,6 +202,53 @@ def module_case(name: str, text: str, wrong: str, right: str) -> None:
 
 for _name, _case in MODULES.items():
     module_case(_name, *_case)
+
+
+@advice("Give each key a class of its own, derived from this one.")
+def a_class_in_two_places_that_another_asks_for(at: Place) -> Steps:
+    class Norm(LlamaRMSNorm):  # type: ignore[misc]
+        pass
+
+    class OfMLP(Norm):
+        pass
+
+    class MLP(LlamaMLP):  # type: ignore[misc]
+        def forward(self, x: Any) -> Any:
+            assert not isinstance(self, Norm)
+            return super().forward(x)
+
+    yield lambda: file_of(Patcher({"LlamaRMSNorm|LlamaRotaryEmbedding": Norm, "LlamaMLP": MLP}))
+    assert arrives(at, Patcher({"LlamaRMSNorm": Norm, "LlamaMLP": MLP}))
+
+
+@advice("Give the patcher a replacement of {}, in class_mapping, or leave the fusion out.")
+def a_patch_of_what_is_fused(at: Place) -> Steps:
+    class Own(LlamaAttention):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    text = "def forward(self, hidden_states, **kwargs):\n    return hidden_states, None\n"
+    fused = file_of(FUSED)
+    fused.override_method("LlamaAttention.forward", text)
+    yield lambda: generate(fused)
+    assert arrives(at, Patcher({"LlamaAttention": Own}))
+    described = PatchConfig(LLAMA, "own.py")
+    described.override_method("LlamaAttention.forward", text)
+    assert "return hidden_states, None" in generate(described)
+
+
+@advice("Add the patches to that config instead.")
+def a_config_of_a_patcher_that_is_included(at: Place) -> Steps:
+    code = ("LlamaMLP.extra_repr", "def extra_repr(self):\n    return 'mine'\n")
+    other = PatchConfig(LLAMA, "own.py")
+    other.override_method(*code, new=True)
+    yield lambda: other.include(file_of(FUSED))
+    described = file_of(FUSED)
+    described.override_method(*code, new=True)
+    with imported(at, described) as module:
+        model = module.LlamaForCausalLM.from_pretrained(at.llama)
+        assert same(model, at.llama)
+        assert model.model.layers[0].mlp.extra_repr() == "mine"
 
 
 # --- conversions ---------------------------------------------------------------------------------------------------
