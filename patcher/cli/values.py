@@ -42,8 +42,8 @@ def patchers_of(options: Mapping[str, Iterable[str]]) -> list[Patcher]:
 
 def preset(name: str) -> Patcher:
     """Return a preset by its name."""
-    if name not in presets.__all__:
-        hint = did_you_mean(name, presets.__all__, "`patcher presets` lists them.")
+    if name not in presets.NAMES:
+        hint = did_you_mean(name, presets.NAMES, "`patcher presets` lists them.")
         raise InvalidPatcherError(f"there is no preset {name!r}; {hint}")
     return getattr(presets, name)  # type: ignore[no-any-return]
 
@@ -107,7 +107,7 @@ def listing(model: str | None, options: Mapping[str, Any]) -> Listing:
     """List all presets, or those that fit a model."""
     fitting = presets.for_model(config_of(model, options)) if model else None
     rows = []
-    for name in presets.__all__ if fitting is None else [patcher.name for patcher in fitting]:
+    for name in presets.NAMES if fitting is None else [patcher.name for patcher in fitting]:
         row = {"name": name, "description": presets.describe(name), "transformers": "", "missing": ""}
         try:
             row["transformers"] = getattr(presets, name).transformers

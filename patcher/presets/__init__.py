@@ -28,7 +28,8 @@ _PRESETS = {f"{model}_{family.ending}": (family, model) for family in FAMILIES f
 #: type of a model -> type of the model that it is a part of
 _PARTS = {"clip_vision_model": "clip", "gemma3_text": "gemma3", "siglip_vision_model": "siglip"}
 
-__all__ = sorted([*_PRESETS, "LIGER"])
+NAMES = sorted([*_PRESETS, "LIGER"])
+__all__ = sorted(_PRESETS)  # LIGER needs a GPU and a package, which `from patcher.presets import *` doesn't
 
 
 class Preset(Patcher):
@@ -48,7 +49,7 @@ class Fitting(tuple[Patcher, ...]):
 
 
 def __getattr__(name: str) -> Patcher:
-    if name not in __all__:
+    if name not in NAMES:
         raise errors.no_such_name(__name__, name, __dir__())
     if name == "LIGER":  # created on access, because it needs an optional package
         arguments = kernels.arguments()
@@ -60,7 +61,7 @@ def __getattr__(name: str) -> Patcher:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "best", "describe", "for_model"])
+    return sorted([*NAMES, "best", "describe", "for_model"])
 
 
 def describe(name: str) -> str:
@@ -72,8 +73,8 @@ def describe(name: str) -> str:
     Raises:
         AttributeError: if there is no such preset.
     """
-    if name not in __all__:
-        raise errors.no_such_name(__name__, name, __all__)
+    if name not in NAMES:
+        raise errors.no_such_name(__name__, name, NAMES)
     if name == "LIGER":
         texts = [inspect.cleandoc(kernels.__doc__ or "")]
     else:

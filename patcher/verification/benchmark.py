@@ -8,7 +8,7 @@ import platform
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import isfunction
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,8 @@ class Benchmark(Displayable):
     def to_dict(self) -> dict[str, Any]:
         """Return all of it for JSON, with `best`; patchers are strings."""
         left_out = [{"patcher": repr(patcher), "why": why} for patcher, why in self.left_out]
-        return super().to_dict() | {"left_out": left_out, "best": None if self.best is None else repr(self.best)}
+        fields = Displayable.to_dict(replace(self, left_out=()))
+        return fields | {"left_out": left_out, "best": None if self.best is None else repr(self.best)}
 
     @property
     def _too_few(self) -> str:
@@ -311,4 +312,6 @@ def as_python(patcher: Patcher) -> str:
         home = "transformers" if hasattr(transformers, kind.__name__) and isinstance(value, WeightTransform) else ""
         names.setdefault(home or kind.__module__, set()).add(kind.__qualname__.partition(".")[0])
     lines = [f"from {home} import {', '.join(sorted(some))}" for home, some in names.items() if home != "__main__"]
+    if "<" in text:
+        lines.append("# What is in <> can't be imported: define it by a name, and write that.")
     return "\n".join([*lines, f"patcher = {text}"])

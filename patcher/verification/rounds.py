@@ -44,6 +44,8 @@ FEW = 3
 BATCHES, STEPS = (1, 8), 4
 #: The lengths of a prompt, of which the longest is taken that the time allows.
 _LENGTHS = (512, 256, 128, 64, 32, 16)
+#: The names by which configs say how many positions a model has.
+_LIMITS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
 #: Shorter work (in seconds) is repeated, at most this many times.
 _SHORTEST, _TIMES = 0.008, 20
 #: The number of rounds for which lengths are chosen, the largest number of rounds, and the largest share of loads.
@@ -204,8 +206,8 @@ def batches_of(model: Any, side: Side, seconds: float, seed: int) -> list[dict[s
     processor = processor_of(side.folder, side.options)
     if "input_ids" in parameters_of(model):
         rows = token_rows(model, processor, seed)
-        limit = getattr(text_config_of(model.config), "max_position_embeddings", None)
-        longest = limit - STEPS if isinstance(limit, int) and limit > STEPS else _LENGTHS[0]
+        limits = (getattr(text_config_of(model.config), name, None) for name in _LIMITS)
+        longest = next((limit - STEPS for limit in limits if isinstance(limit, int) and limit > STEPS), _LENGTHS[0])
 
         def prompts(length: int, count: int) -> dict[str, Any]:
             ids = batch(rows, [min(length, longest)] * count)

@@ -192,7 +192,13 @@ DRIFTING = {
 
 
 def test_every_preset_has_a_case() -> None:
-    assert sorted([*CASES, "LIGER"]) == presets.__all__
+    assert sorted([*CASES, "LIGER"]) == presets.NAMES
+
+
+def test_all_of_them_are_imported_where_no_other_package_is_needed() -> None:
+    scope: dict[str, Any] = {}
+    exec("from patcher.presets import *", scope)
+    assert scope.keys() - {"__builtins__"} == {*CASES}
 
 
 @pytest.mark.parametrize("name", sampled(CASES, [*CASES][::3]))
@@ -290,7 +296,7 @@ def test_presets_are_verified_on_real_models(smollm2_small: Path, minilm: Path, 
     assert {stage.name for stage in found["llama"].stages if not stage.checked} == {"windows"}
 
 
-@pytest.mark.parametrize("name", presets.__all__)
+@pytest.mark.parametrize("name", presets.NAMES)
 def test_it_is_named_pinned_and_described(name: str) -> None:
     text = presets.describe(name)
 

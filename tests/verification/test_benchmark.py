@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import ViTConfig
+from transformers import ViTConfig, WhisperConfig, WhisperForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 import patcher
 from patcher import Benchmark, InvalidPatcherError, Patcher, benchmark, forward_of, presets
 from patcher.verification.benchmark import as_python
-from patcher.verification.rounds import ALL, candidates_of, joined, measured_members
+from patcher.verification.rounds import ALL, STEPS, batches_of, candidates_of, joined, measured_members
 from tests.support import shared
 from tests.support.replacements import JOINED
 from tests.support.tiny import tiny_bert_config, tiny_llama_config
@@ -146,6 +147,28 @@ def test_what_is_wrong_is_not_measured(llama: Path) -> None:
     assert wrong == Patcher({"LlamaAttention": Scaled})
     assert "it differs from stock: outputs: on a short row they differ by" in why
     assert [why.split(" by ")[0] for _, why in others] == ["its outputs differ from stock's"]  # of both together
+
+
+def test_what_no_import_finds_is_left_out_in_json_too(llama: Path) -> None:
+    class Wrong(Scaled):
+        pass
+
+    found = measured(llama, Patcher({"LlamaAttention": Wrong}), seconds=1.0, measures=["prefill"])
+    ((left_out),) = json.loads(json.dumps(found.to_dict()))["left_out"]
+    assert left_out["patcher"].endswith("<locals>.Wrong})")
+    text = as_python(Patcher(function_mapping={"apply_rotary_pos_emb": lambda *args: args}))
+    assert "# What is in <> can't be imported: define it by a name, and write that." in text
+
+
+def test_prompts_are_no_longer_than_a_decoder_takes(tmp_path: Path) -> None:
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
+    sizes |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 128}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = WhisperConfig(**sizes, **tokens, max_target_positions=32)
+    model = WhisperForCausalLM(config)
+    side: Any = SimpleNamespace(folder=tmp_path, options={})
+    for batch in batches_of(model, side, seconds=1e6, seed=0):
+        assert model(**batch).logits.shape[1] == 32 - STEPS
 
 
 def test_what_fails_somewhere_is_not_measured_and_the_reason_is_given(llama: Path) -> None:
