@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from typing import Any, TypeAlias
 
-from transformers import PreTrainedModel, conversion_mapping, modeling_utils
+from torch import nn
+from transformers import Conv1D, PreTrainedModel, conversion_mapping, modeling_utils
 from transformers.core_model_loading import (
     PrefixChange,
     WeightConverter,
@@ -193,6 +194,12 @@ def is_prequantized(quantizer: Any) -> bool:
 def keeps_quantized(quantizer: Any) -> bool:
     """Whether quantized weights of a checkpoint stay quantized in the model."""
     return is_prequantized(quantizer) and not getattr(quantizer.quantization_config, "dequantize", False)
+
+
+def is_transposed_by_quantizer(model: PreTrainedModel, name: str) -> bool:
+    """Whether a quantizer transposes a weight while it quantizes it, as bitsandbytes does those of Conv1D."""
+    layer = model.get_submodule(name.rpartition(".")[0])
+    return issubclass(getattr(layer, "source_cls", nn.Module), Conv1D)
 
 
 def distributed_checkpoint(path: Any, options: Mapping[str, Any]) -> bool:

@@ -18,7 +18,13 @@ import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
-from patcher.compat.conversions import dot_natural_key, is_prequantized, keeps_quantized, source_patterns
+from patcher.compat.conversions import (
+    dot_natural_key,
+    is_prequantized,
+    is_transposed_by_quantizer,
+    keeps_quantized,
+    source_patterns,
+)
 from patcher.compat.models import ModelView, state_tensors
 from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.carried import fused_modules, is_quantized as is_quantized_tensor
@@ -158,7 +164,8 @@ class Router:
         routing.unexpected_keys |= self.shapes.keys() - self.state.keys()
         for name in self.shapes.keys() & self.state.keys():
             shape, expected = self.shapes[name], self.state[name].shape
-            if tuple(shape) != tuple(expected):
+            is_transposed = tuple(shape)[::-1] == tuple(expected) and is_transposed_by_quantizer(self.model, name)
+            if tuple(shape) != tuple(expected) and not is_transposed:
                 routing.mismatched_keys.add((name, torch.Size(shape), expected))
         return routing
 
@@ -411,12 +418,17 @@ class Router:
                 self.problems["quantized"].append(key)
         if not (keeps or (is_quantized and self.added)):
             return
+        replaced = tuple(map(inside, self.replaced))
         for layer, keys in group_by_layer(key for key in self.checkpoint if key not in experts).items():
             is_of_bytes = "weight" in keys and dtype_of(self.checkpoint[keys["weight"]]).startswith(_BYTES)
             if is_of_bytes or keys.keys() - {"weight", "bias"}:
                 resolved = self.resolver.resolve(f"{layer}.weight")
                 if resolved.added or (keeps and resolved.name in self.part_names):
                     self.problems["quantized"] += keys.values()
+                elif keeps and is_of_bytes and resolved.name.startswith(replaced):
+                    target = self.state.get(resolved.name)
+                    is_kept = target is None or is_quantized_tensor(target)
+                    self.problems["replaced"] += () if is_kept else keys.values()
         unchanged = {target for target, _ in experts.values()}
         for route in self.routing.routes if keeps else ():
             targets = self.state.keys() & set(route.parameters) - unchanged if route.layout is not None else ()

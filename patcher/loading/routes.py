@@ -117,6 +117,10 @@ _TEXTS = {
         "The checkpoint is quantized, and so are these weights, which the patcher converts:",
         "Fuse the full-precision checkpoint, and quantize that while it loads.",
     ),
+    "replaced": (
+        "The checkpoint is quantized, and so are these weights, for which the patcher has layers that aren't:",
+        "Replace the layers of the full-precision checkpoint, and quantize that while it loads.",
+    ),
     "unquantized": (
         "The checkpoint is quantized, and it has these weights in full precision, which the patcher converts to "
         "quantized layers:",

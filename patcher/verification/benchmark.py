@@ -313,5 +313,5 @@ def as_python(patcher: Patcher) -> str:
         names.setdefault(home or kind.__module__, set()).add(kind.__qualname__.partition(".")[0])
     lines = [f"from {home} import {', '.join(sorted(some))}" for home, some in names.items() if home != "__main__"]
     if "<" in text:
-        lines.append("# What is in <> can't be imported: define it by a name, and write that.")
+        lines.append("# Not importable: what is in <>")
     return "\n".join([*lines, f"patcher = {text}"])

@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaForCausalLM, MixtralForCausalLM, TorchAoConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    LlamaForCausalLM,
+    MixtralForCausalLM,
+    TorchAoConfig,
+)
+from transformers.core_model_loading import Transpose, WeightConverter
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -41,7 +50,13 @@ from tests.support.quantizers import (
     torchao_int8,
 )
 from tests.support.replacements import JOINED, OWN
-from tests.support.tiny import tiny_llama_config, tiny_mixtral_config, tiny_qwen2_moe_config
+from tests.support.tiny import (
+    save_tiny,
+    tiny_gpt2_config,
+    tiny_llama_config,
+    tiny_mixtral_config,
+    tiny_qwen2_moe_config,
+)
 
 both = pytest.mark.parametrize("quantizer", [bnb_int8, torchao_int8])
 each = pytest.mark.parametrize("quantizer", [bnb_int8, torchao_int8, quanto_int8])
@@ -340,6 +355,52 @@ def test_what_isnt_quantized_in_a_file_cant_be_in_the_model(
         PatchedWeightsError, match=r"these weights in full precision(?s:.*)experts(?s:.*)Fuse the full-prec"
     ):
         MixtralForCausalLM.from_pretrained(tmp_path, patcher=Patcher(fusions="sequential_experts"))
+
+
+class OwnLinear(nn.Module):
+    """Neither a layer that a quantizer takes, nor one that knows scales."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(out_features, in_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype))
+
+
+def test_integers_are_not_the_weight_of_a_layer_that_isnt_quantized(llama: Path, tmp_path: Path) -> None:
+    LlamaForCausalLM.from_pretrained(llama, quantization_config=bnb_int8()).save_pretrained(tmp_path)
+    patcher = Patcher(module_mapping={"model.layers.0.self_attn.o_proj": OwnLinear})
+    with pytest.raises(PatchedWeightsError, match=r"for which the patcher has layers that aren't:\n.*o_proj\.SCB"):
+        LlamaForCausalLM.from_pretrained(tmp_path, patcher=patcher)
+    assert not plan(tmp_path, patcher).ok
+
+
+class OwnGPT2MLP(GPT2MLP):  # type: ignore[misc]
+    """The same layers."""
+
+
+class OwnNorm(nn.LayerNorm):
+    conversion_mapping = (WeightConverter("weight", "weight", [Transpose(0, 0)]),)
+
+
+class LinearGPT2MLP(GPT2MLP):  # type: ignore[misc]
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.c_fc = nn.Linear(self.c_fc.nx, self.c_fc.nf)
+
+
+@pytest.mark.parametrize("quantizer", [bnb_int8, bnb_nf4])
+def test_weights_that_a_quantizer_transposes_have_the_right_shapes(quantizer: Quantizer, tmp_path: Path) -> None:
+    """bitsandbytes does so with Conv1D, and only with that."""
+    folder = save_tiny(tiny_gpt2_config(), tmp_path / "stock")
+    options: dict[str, Any] = {"quantization_config": quantizer(), "dtype": torch.float32}
+    stock = GPT2LMHeadModel.from_pretrained(folder, **options)
+    for patcher in (Patcher({"GPT2MLP": OwnGPT2MLP}), Patcher(module_mapping={"transformer.ln_f": OwnNorm})):
+        assert torch.equal(logits(GPT2LMHeadModel.from_pretrained(folder, patcher=patcher, **options)), logits(stock))
+        assert plan(folder, patcher, quantization_config=quantizer()).ok
+    with pytest.raises(PatchedWeightsError, match=r"mlp\.c_fc\.weight: (?s:.*)has some transposed"):
+        GPT2LMHeadModel.from_pretrained(folder, patcher=Patcher({"GPT2MLP": LinearGPT2MLP}), **options)
 
 
 def test_a_part_that_alone_was_left_alone_is_no_part(llama: Path, tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_what_no_import_finds_is_left_out_in_json_too(llama: Path) -> None:
     ((left_out),) = json.loads(json.dumps(found.to_dict()))["left_out"]
     assert left_out["patcher"].endswith("<locals>.Wrong})")
     text = as_python(Patcher(function_mapping={"apply_rotary_pos_emb": lambda *args: args}))
-    assert "# What is in <> can't be imported: define it by a name, and write that." in text
+    assert "# Not importable: what is in <>" in text
 
 
 def test_prompts_are_no_longer_than_a_decoder_takes(tmp_path: Path) -> None:

@@ -158,6 +158,21 @@ def a_checkpoint_that_is_quantized(at: Place) -> Steps:
     assert type(model.model.layers[0].self_attn.qkv_proj).__name__ == "Linear8bitLt"
 
 
+@advice("Replace the layers of the full-precision checkpoint, and quantize that while it loads.")
+def a_replaced_layer_of_a_quantized_checkpoint(at: Place) -> Steps:
+    class OwnLinear(nn.Linear):
+        """No layer that the quantizer takes."""
+
+    config, patcher = (
+        BitsAndBytesConfig(load_in_8bit=True),
+        Patcher(module_mapping={"model.layers.0.mlp.up_proj": OwnLinear}),
+    )
+    load(at.llama, quantization_config=config).save_pretrained(at.tmp / "int8")
+    yield lambda: load(at.tmp / "int8", patcher)
+    layer = load(at.llama, patcher, quantization_config=config).model.layers[0].mlp.up_proj
+    assert (type(layer), layer.weight.is_floating_point()) == (OwnLinear, True)
+
+
 @advice("If the checkpoint is quantized, fuse the full-precision one, and quantize that while it loads.")
 def a_checkpoint_that_can_not_be_dequantized(at: Place) -> Steps:
     def halved(tensors: dict[str, torch.Tensor]) -> None:
