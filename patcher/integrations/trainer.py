@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from patcher.compat.models import ModelView, state_tensors, ties
 from patcher.compat.seams import Stock, seam, seams_in
 from patcher.errors import PatchedWeightsError
+from patcher.layouts.carried import in_original_layout
 from patcher.loading.integration import Integration, register
 from patcher.loading.record import record_of
 from patcher.loading.saving import saved_state_dict
@@ -68,7 +69,7 @@ def save_optimizer(stock: Stock, self: Any, output_dir: Any, *args: Any, **kwarg
     result = stock(self, output_dir, *args, **kwargs)
     if self.args.should_save:
         file = Path(output_dir, PARAMETERS_FILE)
-        if carriers_in(self.model) or any(record_of(part) is not None for part in self.model.modules()):
+        if _is_patched(self.model):
             file.write_text(json.dumps({"parameters": _trained(self.model)}, indent=2), encoding="utf-8")
         else:
             file.unlink(missing_ok=True)  # a stale file of another run
@@ -91,10 +92,27 @@ def load_optimizer(stock: Stock, self: Any, checkpoint: Any, *args: Any, **kwarg
 
 @seam("transformers.trainer:Trainer._load_from_checkpoint", "resume_from_checkpoint")
 def load_weights(stock: Stock, self: Any, resume_from_checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
-    """Check the parameters before weights of FSDP are read, of which torch would only name a missing key."""
+    """Read the weights in the layout of transformers, in which `Trainer` has saved them.
+
+    The parameters are checked before weights of FSDP are read, of which torch would only name a missing key.
+    """
     if self.is_fsdp_enabled:
         _check_parameters(self.model, Path(resume_from_checkpoint))
-    return stock(self, resume_from_checkpoint, *args, **kwargs)
+        return stock(self, resume_from_checkpoint, *args, **kwargs)
+    with in_original_layout() if _is_patched(self.model) else nullcontext():
+        return stock(self, resume_from_checkpoint, *args, **kwargs)
+
+
+@seam("transformers.trainer:Trainer._load_best_model")
+def load_best_weights(stock: Stock, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Read the weights of the best checkpoint in that layout."""
+    is_split = self.is_fsdp_enabled or self.is_deepspeed_enabled
+    with in_original_layout() if _is_patched(self.model) and not is_split else nullcontext():
+        return stock(self, *args, **kwargs)
+
+
+def _is_patched(model: nn.Module) -> bool:
+    return bool(carriers_in(model)) or any(record_of(part) is not None for part in model.modules())
 
 
 def _check_parameters(model: nn.Module, checkpoint: Path) -> None:
