@@ -31,6 +31,9 @@ from patcher.loading.integration import Adapted, Integration, register
 from patcher.loading.state_dicts import unstacked_layers
 from patcher.patterns import inside
 
+#: How the expressions of `_name_experts` begin: for experts of all layers, and of some.
+_WRITTEN = re.compile(r"\.\*\\\.\(\?:|\(\?:[\w\\.|]+\)\\\.(\\d|\(\?:\d)")
+
 
 @seam("peft.tuners.tuners_utils:BaseTuner.__init__", "model", "peft_config", "adapter_name", "state_dict")
 def construct(
@@ -63,7 +66,7 @@ def convert_config(stock: Stock, peft_config: Any, model: Any, *args: Any, **kwa
     experts = str(getattr(peft_config, "target_modules", None)).rpartition(")|")[2]
     if not _names_experts(peft_config, model):
         stock(peft_config, model, *args, **kwargs)
-    are_written = experts.startswith(r".*\.(?:") and not getattr(peft_config, "target_parameters", None)
+    are_written = _WRITTEN.match(experts) and not getattr(peft_config, "target_parameters", None)
     if are_written and not any(matches(experts, path) for path, _ in named_modules(model)):
         raise InvalidPatcherError(
             f"The adapter has layers of single experts ({experts}), and {type(model).__name__} has none, so their "

@@ -157,6 +157,9 @@ def test_an_expression_adapts_no_other_experts(
             adapted.load_adapter(tmp_path)
         found = {name for name, module in adapted.named_modules() if isinstance(module, BaseTunerLayer)}
         assert found == expected
+    error = InvalidPatcherError if chosen is not None else (InvalidPatcherError, ValueError)
+    with pytest.raises(error, match=r"layers of single experts|not found in the base"):
+        base(folders["mixtral"]).load_adapter(tmp_path)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
