@@ -5,7 +5,7 @@
 Before PEFT injects an adapter, every fused module whose stock layers are named by the adapter config gets its original
 class and layers back. PEFT does the rest: every kind of adapter, training, merging, hot swapping, saving. Experts that
 are laid out as layers stay so if the config names these layers; "all-linear" means the linear layers of the stock
-model.
+model. The layers are new parameters on the memory of the joined one: an optimizer is created after the adapter.
 """
 
 from __future__ import annotations
@@ -43,11 +43,31 @@ def construct(
     config = peft_config.get(adapter_name) if isinstance(peft_config, dict) else peft_config
     state_dict = kwargs.get("state_dict", args[1] if len(args) > 1 else None)
     if hasattr(config, "peft_type"):
-        tuner = object.__new__(type(self))
-        nn.Module.__init__(tuner)
-        tuner.__dict__["model"] = model
-        _prepare(tuner, config, model, state_dict)
+        _prepare(_unbuilt(type(self), model), config, model, state_dict)
     return stock(self, model, peft_config, adapter_name, *args, **kwargs)
+
+
+def _unbuilt(cls: type[nn.Module], model: nn.Module) -> Any:
+    """Return a tuner of a model that has not injected anything."""
+    tuner = object.__new__(cls)
+    nn.Module.__init__(tuner)
+    tuner.__dict__["model"] = model
+    return tuner
+
+
+@seam("peft.tuners.lora.corda:preprocess_corda", "model", "lora_config", follow=True)
+def preprocess_corda(stock: Stock, model: Any, lora_config: Any, *args: Any, **kwargs: Any) -> Any:
+    """Un-fuse for an initialization that looks at layers before there is an adapter."""
+    from peft.tuners.lora.model import LoraModel
+
+    _prepare(_unbuilt(LoraModel, model), lora_config, model, None)
+    return stock(model, lora_config, *args, **kwargs)
+
+
+@seam("peft.tuners.lora.loraga:preprocess_loraga", "model", "lora_config", follow=True)
+def preprocess_loraga(stock: Stock, model: Any, lora_config: Any, *args: Any, **kwargs: Any) -> Any:
+    """Un-fuse as for CorDA."""
+    return preprocess_corda(stock, model, lora_config, *args, **kwargs)
 
 
 @seam("peft.tuners.tuners_utils:BaseTuner.inject_adapter", "model", "adapter_name", "state_dict")

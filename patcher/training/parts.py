@@ -54,6 +54,11 @@ def fused_parameters(model: nn.Module) -> dict[str, tuple[Part, ...]]:
     parts. A renamed or reshaped parameter (a flattened kernel) has its original as the one part. A parameter that
     holds a piece of an original, as an expert of a stack does, isn't listed.
 
+    An optimizer updates a fused parameter as a whole. Rows of a part that gets no gradient have one of zeros, so they
+    decay and follow their momentum, where the optimizer of a stock model skips a parameter without a gradient: those
+    of the last layer's queries, if the loss depends on nothing but the key-value cache. An adapter of PEFT that names
+    a part makes new parameters of the layers that it un-fuses: create the optimizer after it.
+
     Args:
         model: any module, also a wrapper of a patched model such as `DistributedDataParallel`, or a layer of one.
 

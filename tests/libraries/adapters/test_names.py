@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
+from peft.tuners.lora.config import CordaConfig, LoraGAConfig
+from peft.tuners.lora.corda import preprocess_corda
+from peft.tuners.lora.loraga import preprocess_loraga
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForImageTextToText, BitsAndBytesConfig, GPTNeoXConfig, PreTrainedModel
@@ -161,6 +164,33 @@ class Tower(nn.Module):
 
     def forward(self, **inputs: Any) -> Any:
         return self.inner(**inputs)
+
+
+def prepared(method: str, model: Any) -> Any:
+    """A model with an adapter whose values come from gradients or inputs of the layers before there is an adapter."""
+    targets, inputs = ["q_proj", "o_proj", "down_proj"], {"input_ids": torch.arange(3, 120)[None]}
+    if method == "lora_ga":
+        settings = LoraConfig(r=4, target_modules=targets, init_lora_weights="lora_ga", lora_ga_config=LoraGAConfig())
+        preprocess_loraga(model, settings, lambda: model(**inputs, labels=inputs["input_ids"]).loss.backward())
+    else:
+        settings = LoraConfig(r=4, target_modules=targets, init_lora_weights="corda", corda_config=CordaConfig())
+        preprocess_corda(model, settings, run_model=lambda: model(**inputs))
+    torch.manual_seed(0)
+    return get_peft_model(model, settings)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # the hooks of PEFT
+@pytest.mark.parametrize("method", ["lora_ga", "corda"])
+def test_values_that_come_from_layers_before_there_is_an_adapter(method: str, llama: Path) -> None:
+    models = {}
+    for name, patcher in {"fused": FUSED, "stock": None}.items():
+        torch.manual_seed(0)
+        models[name] = prepared(method, base(llama, patcher=patcher)).state_dict()
+    adapters = {key: value for key, value in models["stock"].items() if "lora_" in key}
+    assert len(adapters) == 2 * 3 * 2
+    for key, value in adapters.items():
+        # Singular vectors have no sign: rounding may turn them.
+        torch.testing.assert_close(models["fused"][key].abs(), value.abs(), atol=1e-4, rtol=1e-3)
 
 
 def test_inside_of_another_module(llama: Path) -> None:
