@@ -391,6 +391,23 @@ def test_all_modules_that_imports_bind_to_one_name_are_imported(
     assert {"import xml.dom", "import xml.sax"} <= {*Path(module.__file__).read_text().splitlines()}
 
 
+def test_a_guarded_import_from_the_package_of_a_replacement_is_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imported: Any
+) -> None:
+    package = tmp_path / "guarded_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "constants.py").write_text("FACTOR = 2.0\n")
+    guarded = "try:\n    from .constants import FACTOR\nexcept ImportError:\n    FACTOR = 1.0\n"
+    (package / "functions.py").write_text(f"{guarded}\n\ndef rotate_half(x):\n    return x * FACTOR\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    replaced: Any = importlib.import_module("guarded_package.functions")
+    patcher = Patcher(function_mapping={"rotate_half": replaced.rotate_half})
+    module = imported(PatchConfig.from_patcher(patcher, transformers.LlamaForCausalLM))
+    assert module.FACTOR == 2.0
+    assert "from guarded_package.constants import FACTOR" in Path(module.__file__).read_text()
+
+
 def test_a_base_class_that_is_a_variable_of_a_function_is_copied(imported: Any) -> None:
     class Weighted(torch.nn.Module):
         def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:

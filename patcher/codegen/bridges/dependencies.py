@@ -134,7 +134,7 @@ class Dependencies:
         self._added[name] = value
         tree = file_tree(source.file)
         imported = imported_names(tree).get(name)
-        if imported is not None and imported.guarded:
+        if imported is not None and imported.guarded and not imported.level:
             self._add_guarded(imported.line, namespace, source, call)
         elif imported is not None and imported.attribute:
             relative, package = "." * imported.level + imported.module, str(namespace.get("__package__") or "")
