@@ -263,11 +263,17 @@ class KeyResolver:
         return key_renamer(converters, self._model, self._tensors)
 
     def _known(self, name: str) -> str | None:
-        """Return the name that the model has, with or without the prefix of the base model; None if it has none."""
-        if "*" in name:
-            return name
-        known = with_model_prefix(name, self._model, self._tensors)
-        return known if known in self._tensors else None
+        """Return the name that the model has, with or without the prefix of the base model; None if it has none.
+
+        A name with `*` stands for several: the first of them is looked for.
+        """
+        first = name.replace("*", "0")
+        known = with_model_prefix(first, self._model, self._tensors)
+        if "*" not in name:
+            return known if known in self._tensors else None
+        if known == self._prefix + first:
+            return self._prefix + name
+        return name.removeprefix(self._prefix) if first == self._prefix + known else name
 
     def _stock(self, key: str, name: str, target: str) -> str:
         """Return what the renamings of transformers make of a key, with the prefix that a load gave its name."""

@@ -10,8 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GPT2Config, WeightConverter
-from transformers.core_model_loading import Transpose, WeightRenaming
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GPT2Config,
+    LlamaForCausalLM,
+    LlamaModel,
+    WeightConverter,
+)
+from transformers.core_model_loading import SplitModulelist, Transpose, WeightRenaming
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from patcher import (
@@ -172,6 +179,37 @@ def _mlp() -> Any:
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     return LlamaMLP
+
+
+class Row(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.empty(size))
+
+
+class Rows(LlamaMLP):
+    """An MLP whose last weight has a parameter for each row."""
+
+    conversion_mapping = (WeightConverter(["down_proj.weight"], ["rows.*.row"], [SplitModulelist(dim=0)]),)
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        del self.down_proj
+        self.rows = nn.ModuleList(Row(config.intermediate_size) for _ in range(config.hidden_size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        return nn.functional.linear(x, torch.stack([each.row for each in self.rows]))
+
+
+@pytest.mark.parametrize("target", [LlamaForCausalLM, LlamaModel])
+@pytest.mark.parametrize("source", [LlamaForCausalLM, LlamaModel])
+def test_several_parameters_of_a_base_model_and_of_one_with_a_head(source: Any, target: Any, tmp_path: Path) -> None:
+    folder = save_tiny(tiny_llama_config(tie_word_embeddings=True), tmp_path / "stock", model_class=source)
+    stock = target.from_pretrained(folder)
+    patched = target.from_pretrained(folder, patcher=Patcher({"LlamaMLP": Rows}))
+    assert torch.allclose(logits(patched), logits(stock), atol=1e-5)
+    assert_saved_alike(patched, stock, tmp_path / "saved")
 
 
 # --- conversions that exchange names -----------------------------------------------------------------------------
