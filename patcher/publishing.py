@@ -181,10 +181,16 @@ def _generated(patcher: Patcher, cls: type[PreTrainedModel], config: PretrainedC
     try:
         described = PatchConfig.from_patcher(patcher, cls, config=config, target_file=file)
         described.made_by = "patcher export, or patcher.export(model, patcher, folder)"
-        return build(described)
+        generated = build(described)
     except CodegenError as error:
         reason = str(error).partition(": ")[2]  # without the location of the config, which has none here
         raise CodegenError(f"no modeling file can do what the patcher does: {reason}") from error
+    if described.renamed and getattr(config, "quantization_config", None) is not None:
+        raise InvalidPatcherError(
+            f"The checkpoint is quantized, and a modeling file that converts weights for {patcher!r} can't convert "
+            "quantized ones. Export the full-precision checkpoint, and quantize that while it loads."
+        )
+    return generated
 
 
 def _source(model: str | os.PathLike[str], places: Mapping[str, Any]) -> Path:

@@ -25,7 +25,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from patcher import Patcher
+from patcher import Patcher, export
 from patcher.fusions import QKV, Fusion, Layout, Rows, Split
 from tests.project.advice import Place, Steps, advice, load, same
 from tests.project.advice.loads import changed
@@ -155,6 +155,17 @@ def a_checkpoint_that_is_quantized(at: Place) -> Steps:
     for folder in (at.tmp / "int8", scaled):
         yield lambda folder=folder: load(folder, Patcher(fusions="qkv"))  # type: ignore[misc]
     model = load(at.llama, Patcher(fusions="qkv"), quantization_config=config)
+    assert type(model.model.layers[0].self_attn.qkv_proj).__name__ == "Linear8bitLt"
+
+
+@advice("Export the full-precision checkpoint, and quantize that while it loads.")
+def an_export_of_a_quantized_checkpoint(at: Place) -> Steps:
+    config = BitsAndBytesConfig(load_in_8bit=True)
+    load(at.llama, quantization_config=config).save_pretrained(at.tmp / "int8")
+    yield lambda: export(at.tmp / "int8", Patcher(fusions="qkv"), at.tmp / "file", verify=False)
+    assert not (at.tmp / "file").exists()
+    folder = export(at.llama, Patcher(fusions="qkv"), at.tmp / "file", verify=False).folder
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, trust_remote_code=True)
     assert type(model.model.layers[0].self_attn.qkv_proj).__name__ == "Linear8bitLt"
 
 
