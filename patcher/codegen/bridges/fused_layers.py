@@ -224,6 +224,12 @@ class FusedLayers:
             if not isinstance(module, PreTrainedModel) or init is None:
                 continue
             values = [assignment.value for assignment in assignments(init[1], child.rpartition(".")[2])]
+            variables = {value.id for value in values if isinstance(value, ast.Name)}
+            values += [
+                node.value
+                for node in ast.walk(init[1])
+                if isinstance(node, ast.Assign) and variables & {getattr(target, "id", "") for target in node.targets}
+            ]
             for call in (node for value in values for node in ast.walk(value) if isinstance(node, ast.Call)):
                 if not ast.unparse(call.func).endswith(".from_config"):
                     continue
