@@ -29,6 +29,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 from transformers.models.whisper.modeling_whisper import WhisperAttention
 
 from patcher import InvalidPatcherError, Patcher, Verification, compare, verify
+from tests.support.caches import CACHE
 from tests.support.offloaded import DEVICE_MAPS
 from tests.support.replacements import JOINED, OWN, JoinedMLP
 from tests.support.sampling import sampled
@@ -375,7 +376,7 @@ class WithAnother(LlamaDecoderLayer):
         self.another = LlamaAttention(config, layer_idx)
 
     def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
-        self.another(hidden_states, **{**kwargs, "past_key_values": None, "attention_mask": None})
+        self.another(hidden_states, **{**kwargs, CACHE: None, "attention_mask": None})
         return super().forward(hidden_states, **kwargs)
 
 
