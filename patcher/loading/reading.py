@@ -257,7 +257,7 @@ class _Weights:
         lacking = {path for key in missing for path in parents(key)[-2:]} - {""}
         paths = {path for path, _ in named_modules(self.model)} if lacking else set()
         others = self.info.unexpected_keys if lacking else ()
-        fused = tuple(inside(carrier.path) for carrier in fused_modules(self.model))
+        fused = tuple(inside(carrier.path) for carrier in fused_modules(self.model)) if lacking else ()
         unfused = lacking & {next(path for path in reversed(parents(key)) if path in paths) for key in others}
         unfused = {path for path in unfused if not inside(path).startswith(fused)}
         if not unfused:

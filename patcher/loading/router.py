@@ -164,8 +164,9 @@ class Router:
         routing.unexpected_keys |= self.shapes.keys() - self.state.keys()
         for name in self.shapes.keys() & self.state.keys():
             shape, expected = self.shapes[name], self.state[name].shape
-            is_transposed = tuple(shape)[::-1] == tuple(expected) and is_transposed_by_quantizer(self.model, name)
-            if tuple(shape) != tuple(expected) and not is_transposed:
+            if tuple(shape) == tuple(expected):
+                continue
+            if tuple(shape)[::-1] != tuple(expected) or not is_transposed_by_quantizer(self.model, name):
                 routing.mismatched_keys.add((name, torch.Size(shape), expected))
         return routing
 
