@@ -252,8 +252,9 @@ def _name_experts(config: Any, model: nn.Module) -> None:
     paths = [layer.split(".") for layer in named]
     stacks, names = ("|".join(sorted({path[position] for path in paths})) for position in (-3, -1))
     experts = rf".*\.(?:{stacks})\.\d+\.(?:{names})"
-    if len(named) < sum(matches(experts, layer) for layer in unstacked_layers(model)):
-        experts = _expression_of(named, unstacked_layers(model))
+    layers = unstacked_layers(model)
+    if len(named) < sum(matches(experts, layer) for layer in layers):
+        experts = _expression_of(named, layers)
     config.target_modules = f"(?:{others})|{experts}"
 
 

@@ -25,7 +25,6 @@ from patcher.errors import CodegenError, PatcherWarning, calling_frame
 from patcher.source.scopes import (
     Definition,
     bound_by,
-    bound_name,
     free_names,
     imported_names,
     start_line,
@@ -217,10 +216,11 @@ def _quoted(source: Source, tree: ast.Module) -> Source:
 
     Those of builtins and of names that the file imports, but not from transformers, mean the same anywhere.
     """
-    if not any(bound_name(alias) == "annotations" for alias in _future_imports(tree)):
+    imported = imported_names(tree)
+    if "annotations" not in imported or imported["annotations"].module != "__future__":
         return source
-    anywhere = {name for name, item in imported_names(tree).items() if not item.guarded and not item.level}
-    anywhere -= {name for name, item in imported_names(tree).items() if item.module.startswith("transformers")}
+    absolute = {name: item.module for name, item in imported.items() if not item.guarded and not item.level}
+    anywhere = {name for name, module in absolute.items() if not module.startswith("transformers")}
     text, edits = Text(source.text), []
     for node in ast.walk(text.tree):
         for annotation in (getattr(node, "annotation", None), getattr(node, "returns", None)):
@@ -231,11 +231,6 @@ def _quoted(source: Source, tree: ast.Module) -> Source:
                 code = ast.unparse(annotation)
                 edits.append(Edit(*text.span(annotation), repr(code) if '"' in code else f'"{code}"'))
     return replace(source, text=applied(source.text, edits))
-
-
-def _future_imports(tree: ast.Module) -> list[ast.alias]:
-    nodes = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
-    return [alias for node in nodes for alias in node.names]
 
 
 def _changed_later(obj: Any, node: Definition, around: Mapping[str, Any] = MappingProxyType({})) -> str:

@@ -97,6 +97,13 @@ def assignments(function: ast.FunctionDef, name: str) -> Iterator[ast.Assign]:
             yield node
 
 
+def values_of(function: ast.FunctionDef, variables: Collection[str]) -> Iterator[ast.expr]:
+    """Yield what a method assigns to some of its variables."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and any(getattr(target, "id", "") in variables for target in node.targets):
+            yield node.value
+
+
 def wrapped(code: str, unchanged: str = "") -> str:
     """Return code whose long lines are wrapped at their last brackets, except those that another text contains."""
     return "\n".join(_wrapped_line(line, unchanged) for line in code.split("\n"))
@@ -183,10 +190,9 @@ class FusedLayers:
         direct = [call for call in calls if self.text.value(call.func) is cls]
         yield from direct
         variables = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
-        for node in ast.walk(function) if not direct else ():
-            if isinstance(node, ast.Assign) and variables & {getattr(target, "id", "") for target in node.targets}:
-                names = (part for part in ast.walk(node.value) if isinstance(part, ast.Name))
-                yield from (part for part in names if self.text.value(part) is cls)
+        for value in values_of(function, variables) if not direct else ():
+            names = (part for part in ast.walk(value) if isinstance(part, ast.Name))
+            yield from (part for part in names if self.text.value(part) is cls)
 
     def _not_separable(self, other: str, path: str) -> CodegenError:
         name = type(self.modules[path]).__name__
@@ -224,12 +230,7 @@ class FusedLayers:
             if not isinstance(module, PreTrainedModel) or init is None:
                 continue
             values = [assignment.value for assignment in assignments(init[1], child.rpartition(".")[2])]
-            variables = {value.id for value in values if isinstance(value, ast.Name)}
-            values += [
-                node.value
-                for node in ast.walk(init[1])
-                if isinstance(node, ast.Assign) and variables & {getattr(target, "id", "") for target in node.targets}
-            ]
+            values += values_of(init[1], {value.id for value in values if isinstance(value, ast.Name)})
             for call in (node for value in values for node in ast.walk(value) if isinstance(node, ast.Call)):
                 if not ast.unparse(call.func).endswith(".from_config"):
                     continue
