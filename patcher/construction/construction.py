@@ -85,7 +85,7 @@ class Construction:
     functions: Any = field(init=False, default=None)
     #: id -> module and constructor arguments, if modules may be built again
     arguments: dict[int, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] | None = field(init=False, default=None)
-    #: callbacks at the end of a model built by hand, whose `__init__` may go on after `post_init`
+    #: callbacks at the end of the model's `__init__`, which may go on after `post_init`
     at_end: list[Callable[[], None]] = field(init=False, default_factory=list)
     #: of the replacement that is being built
     meta_init: MetaInit | None = field(init=False, default=None)
@@ -119,9 +119,9 @@ class Construction:
         return module
 
     def end(self) -> None:
-        """Run the callbacks."""
-        for finish in self.at_end:
-            finish()
+        """Run the callbacks, once."""
+        while self.at_end:
+            self.at_end.pop(0)()
 
     def _record(self, match: Match) -> None:
         """Add the keys of a match to the outcome."""

@@ -78,11 +78,13 @@ def _gate(cls: type[nn.Module], before: Any) -> Any:
     def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         with construction_here() if type(self) is cls else nullcontext() as construction:
             if construction is not None and construction.build_replacement(cls, "", self, args, kwargs) is not None:
-                return
-            if before is None:
+                pass
+            elif before is None:
                 super(cls, self).__init__(*args, **kwargs)
             else:
                 before(self, *args, **kwargs)
+            if construction is not None and construction.root is self:
+                construction.end()
 
     setattr(__init__, IN_PLACE_OF, before)
     return __init__
@@ -154,13 +156,13 @@ def _stand_in(name: str, original: Any) -> Any:
 
 
 class Cover:
-    """The gates and stand-ins for some class rules, and gates on all models if any may be constructed."""
+    """The gates and stand-ins for some class rules, and gates on the models that may be constructed."""
 
     active: ClassVar[set[Cover]] = set()
     #: torch's hook on the registration of parameters, while covers are active
     hook: ClassVar[Any] = None
 
-    def __init__(self, rules: ClassRules, *, models: bool) -> None:
+    def __init__(self, rules: ClassRules, models: type[PreTrainedModel] | None) -> None:
         self.rules = rules
         self.models = models
         self.all_classes = False
@@ -179,7 +181,8 @@ class Cover:
         """Install gates on replaced classes of modeling code and on models, and stand-ins for other classes."""
         classes = subclasses(nn.Module) if self.all_classes else self.rules.classes()
         with_gate = of_modeling_code(classes)
-        for cls in (*with_gate, *(subclasses(PreTrainedModel) if self.models else ())):
+        models = (self.models, *subclasses(self.models)) if self.models is not None else ()
+        for cls in (*with_gate, *(model for model in models if model is not PreTrainedModel)):
             self._bind(cls, "__init__", functools.partial(_gate, cls))
         self._foreign = {cls for cls in classes if cls not in with_gate and self.rules.concerns(cls)}
         # Not list(): it allocates pairs, and a garbage collection in between may run code that imports.
@@ -190,7 +193,7 @@ class Cover:
     def add_module(self, module: ModuleType) -> None:
         """Do the same for a modeling module that has just been imported."""
         for cls in of_modeling_code(filter(is_module_class, list(vars(module).values()))):
-            is_model = self.models and issubclass(cls, PreTrainedModel)
+            is_model = self.models is not None and issubclass(cls, self.models)
             if is_model or self.all_classes or self.rules.concerns(cls):
                 self._bind(cls, "__init__", functools.partial(_gate, cls))
         self._add_names(module)
@@ -242,17 +245,17 @@ class Cover:
 
 
 @contextmanager
-def in_force(block: Block, rules: ClassRules, *, models: bool = False) -> Iterator[None]:
+def in_force(block: Block, rules: ClassRules, *, models: type[PreTrainedModel] | None = None) -> Iterator[None]:
     """Put a block in force, with gates and stand-ins for its rules until it is left.
 
     Args:
-        models: whether models may be constructed inside without a load.
+        models: a class; it and its subclasses may be constructed inside, by the load of a patched model or by hand.
     """
     with entering(block):
         if not rules.entries:
             yield
             return
-        cover = Cover(rules, models=models)
+        cover = Cover(rules, models)
         try:
             cover.add_all()
             yield
@@ -261,10 +264,14 @@ def in_force(block: Block, rules: ClassRules, *, models: bool = False) -> Iterat
 
 
 @contextmanager
-def building(construction: Construction) -> Iterator[None]:
-    """Build a construction inside the block, with exactly its patchers in force."""
+def building(construction: Construction, model: type[PreTrainedModel] | None = None) -> Iterator[None]:
+    """Build a construction inside the block, with exactly its patchers in force.
+
+    Args:
+        model: the class whose `__init__` ends the construction, before a load goes on; otherwise the block does.
+    """
     rules = construction.rules
-    with in_force(Block(rules.entries, only=True, construction=construction), rules):
+    with in_force(Block(rules.entries, only=True, construction=construction), rules, models=model):
         yield
         construction.end()
 

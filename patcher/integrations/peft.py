@@ -34,6 +34,9 @@ from patcher.patterns import inside
 #: How the expressions of `_name_experts` begin: for experts of all layers, and of some.
 _WRITTEN = re.compile(r"\.\*\\\.\(\?:|\(\?:[\w\\.|]+\)\\\.(\\d|\(\?:\d)")
 
+#: What `preprocess_corda` and `preprocess_loraga` leave on layers.
+_PREPROCESSED = "eigens", "_peft_loraga_grad"
+
 
 @seam("peft.tuners.tuners_utils:BaseTuner.__init__", "model", "peft_config", "adapter_name", "state_dict")
 def construct(
@@ -43,31 +46,11 @@ def construct(
     config = peft_config.get(adapter_name) if isinstance(peft_config, dict) else peft_config
     state_dict = kwargs.get("state_dict", args[1] if len(args) > 1 else None)
     if hasattr(config, "peft_type"):
-        _prepare(_unbuilt(type(self), model), config, model, state_dict)
+        tuner = object.__new__(type(self))  # one of a model that has not injected anything
+        nn.Module.__init__(tuner)
+        tuner.__dict__["model"] = model
+        _prepare(tuner, config, model, state_dict)
     return stock(self, model, peft_config, adapter_name, *args, **kwargs)
-
-
-def _unbuilt(cls: type[nn.Module], model: nn.Module) -> Any:
-    """Return a tuner of a model that has not injected anything."""
-    tuner = object.__new__(cls)
-    nn.Module.__init__(tuner)
-    tuner.__dict__["model"] = model
-    return tuner
-
-
-@seam("peft.tuners.lora.corda:preprocess_corda", "model", "lora_config", follow=True)
-def preprocess_corda(stock: Stock, model: Any, lora_config: Any, *args: Any, **kwargs: Any) -> Any:
-    """Un-fuse for an initialization that looks at layers before there is an adapter."""
-    from peft.tuners.lora.model import LoraModel
-
-    _prepare(_unbuilt(LoraModel, model), lora_config, model, None)
-    return stock(model, lora_config, *args, **kwargs)
-
-
-@seam("peft.tuners.lora.loraga:preprocess_loraga", "model", "lora_config", follow=True)
-def preprocess_loraga(stock: Stock, model: Any, lora_config: Any, *args: Any, **kwargs: Any) -> Any:
-    """Un-fuse as for CorDA."""
-    return preprocess_corda(stock, model, lora_config, *args, **kwargs)
 
 
 @seam("peft.tuners.tuners_utils:BaseTuner.inject_adapter", "model", "adapter_name", "state_dict")
@@ -106,6 +89,7 @@ def _prepare(tuner: Any, config: Any, model: Any, state_dict: Any) -> None:
     try:
         targets = _Targets(tuner, config, model, state_dict)
         targets.check_converted()
+        targets.check_preprocessed()
         unfuse(model, targets.includes, ADAPTED)
     except PatcherError:
         if not hasattr(model, "peft_config"):  # transformers takes the model for an adapted one by now
@@ -158,6 +142,21 @@ class _Targets:
                         f"The adapter names layers of {path or 'the model'} whose weights a class mapping converts "
                         f"({layout}), so they can't have an adapter as on the stock model. Name the layers of "
                         f"{type(module).__qualname__}, or load the model without this class mapping."
+                    )
+
+    def check_preprocessed(self) -> None:
+        """Refuse initial values that PEFT has computed from layers of the model: it didn't find fused ones.
+
+        Raises:
+            InvalidPatcherError: if the adapter targets fused layers.
+        """
+        if any(name in vars(module) for module in self.model.modules() for name in _PREPROCESSED):
+            for path, _, carried in fused_modules(self.model):
+                if self.includes(path, carried):
+                    raise InvalidPatcherError(
+                        f"init_lora_weights={self.config.init_lora_weights!r} was prepared on the fused model, where "
+                        f"PEFT didn't find the layers of {path}. Un-fuse it by model = Patcher().apply(model), and "
+                        "prepare that."
                     )
 
     def _includes(self, path: str, stock: Iterable[str], fused_layers: Iterable[str], is_layer: bool) -> bool:

@@ -76,7 +76,7 @@ def applied(patcher: Patcher, *, origin: str = "applied()") -> Iterator[Patcher]
     block = Block((InForce(patcher, origin),))
     block.outcome = outcome_of_modules(Construction(ClassRules(block.entries)))  # as long as nothing is built
     check_pins(patcher)
-    with in_force(block, ClassRules((*block.entries, *entered())), models=True):
+    with in_force(block, ClassRules((*block.entries, *entered())), models=PreTrainedModel):
         yield patcher
     # For the whole block: a patcher may be meant for one of several models that are built in it.
     Diagnostics().with_unused(block.entries, block.outcome).warn()

@@ -156,11 +156,15 @@ def construct(load: Request, on_constructed: Callable[[Constructed], object]) ->
     started = time.perf_counter()
     rules = ClassRules(load.in_force)
     construction = Construction(rules)
-    with building(construction), NoValues():
+    with building(construction, load.model_class), NoValues():
         yield
+        if construction.at_end and load.in_force:
+            raise PatchConstructionError(
+                f"{type(construction.root).__name__}.__init__ was called without the gate that a load puts on it, so "
+                "modules couldn't be fused at its end: another tool has replaced it during the load. Use that tool "
+                "before."
+            )
     model = check_constructed(construction, load.model_class)
-    if construction.resolution is None and any(entry.patcher.fusions for entry in load.in_force):
-        raise not_called("patch_output_recorders")
     outcome, record, outermost, models = summarize(construction, model)
     strict = [entry for entry in load.requested if entry.patcher.strict]  # the others warn once, at the end
     diagnostics = Diagnostics(collects_errors=load.dry_run is not None)

@@ -23,8 +23,9 @@ from transformers import (
 )
 from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from patcher import Patcher
+from patcher import PatchConstructionError, Patcher, report
 from tests.support import shared
 from tests.support.caches import CACHE
 from tests.support.checkpoints import same_checkpoint
@@ -367,3 +368,47 @@ def test_a_replaced_gpt2_ties_its_head(tmp_path: Path) -> None:
     assert same_output(model, GPT2LMHeadModel.from_pretrained(folder))
     model.save_pretrained(tmp_path / "again")
     assert same_checkpoint(tmp_path / "again", folder)
+
+
+class LaterLayer(LlamaForCausalLM):
+    """Adds a layer after `post_init`, by a class of its own or of a subclass."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.later = LlamaDecoderLayer(config, 0)
+
+
+class Elsewhere(LaterLayer):
+    """A class whose objects are of a subclass."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().__new__(Below)
+
+
+class Below(Elsewhere):
+    pass
+
+
+@pytest.mark.parametrize("cls", [LaterLayer, Elsewhere])
+def test_what_is_built_after_post_init_is_fused_too(cls: Any, tmp_path: Path) -> None:
+    stock = cls(tiny_llama_config())
+    stock.save_pretrained(tmp_path)
+    model = cls.from_pretrained(tmp_path, patcher=Patcher(fusions="qkv"))
+    assert report(model).fused[0] == ("later.self_attn", "LlamaAttention", "FusedLlamaAttention")
+    model.save_pretrained(tmp_path / "again")
+    assert same_checkpoint(tmp_path, tmp_path / "again")
+
+
+class Rebound(LlamaForCausalLM):
+    """A class that gets another `__init__` when it is called."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        cls.__init__ = LlamaForCausalLM.__init__  # type: ignore[method-assign]
+        return super().__new__(cls)
+
+
+@pytest.mark.parametrize("patcher", [Patcher(fusions="qkv"), Patcher({"LlamaMLP": OwnMLP})], ids=["fusion", "class"])
+def test_an_init_that_is_replaced_during_a_load_is_an_error(patcher: Patcher, tmp_path: Path) -> None:
+    save_tiny(tiny_llama_config(), tmp_path)
+    with pytest.raises(PatchConstructionError, match=r"^Rebound\.__init__ was called without the gate"):
+        Rebound.from_pretrained(tmp_path, patcher=patcher)

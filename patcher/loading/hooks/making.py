@@ -87,15 +87,6 @@ def post_init(stock: Stock, self: PreTrainedModel) -> None:
             _initialise(stock, self, construction)
 
 
-@seam("transformers.modeling_utils:patch_output_recorders", "model")
-def modules_are_constructed(stock: Stock, model: PreTrainedModel) -> None:
-    """Fuse a model that is loaded: it is fully constructed, and no quantizer has changed it."""
-    construction = construction_around()
-    if construction is not None and construction.root is model and not construction.by_hand:
-        fuse_constructed_modules(construction, model)
-    stock(model)
-
-
 def _initialise(stock: Stock, self: PreTrainedModel, construction: Construction) -> None:
     is_root = construction.root is self
     if is_root and not construction.is_skeleton:
@@ -113,8 +104,10 @@ def _initialise(stock: Stock, self: PreTrainedModel, construction: Construction)
         stock(self)
     if is_root:
         construction.is_constructed = True
-        if construction.by_hand:
-            construction.at_end = [functools.partial(finish_by_hand, construction, self)]
+        if not construction.is_skeleton:
+            # When it is fully constructed, and no quantizer has changed it.
+            finish = finish_by_hand if construction.by_hand else fuse_constructed_modules
+            construction.at_end = [functools.partial(finish, construction, self)]
 
 
 def _check_ties(construction: Construction, model: PreTrainedModel) -> None:

@@ -182,10 +182,13 @@ def prepared(method: str, model: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # the hooks of PEFT
 @pytest.mark.parametrize("method", ["lora_ga", "corda"])
 def test_values_that_come_from_layers_before_there_is_an_adapter(method: str, llama: Path) -> None:
+    fused = base(llama, patcher=FUSED)
+    with pytest.raises(InvalidPatcherError, match=rf"^init_lora_weights='{method}' was prepared .*\.self_attn\. "):
+        prepared(method, fused)
     models = {}
-    for name, patcher in {"fused": FUSED, "stock": None}.items():
+    for name, model in {"fused": Patcher().apply(fused), "stock": base(llama)}.items():
         torch.manual_seed(0)
-        models[name] = prepared(method, base(llama, patcher=patcher)).state_dict()
+        models[name] = prepared(method, model).state_dict()
     adapters = {key: value for key, value in models["stock"].items() if "lora_" in key}
     assert len(adapters) == 2 * 3 * 2
     for key, value in adapters.items():

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.config import CordaConfig
+from peft.tuners.lora.corda import preprocess_corda
 from transformers import BitsAndBytesConfig, MixtralForCausalLM
 
 from patcher import Patcher, compare
@@ -50,6 +53,21 @@ def an_adapter_of_single_experts(at: Place) -> Steps:
     said = yield lambda: as_peft_model(at.moe, at.tmp / "own")
     model = as_peft_model(at.moe, at.tmp / "own", patcher=written(said, r"such as (Patcher\(.*\))\.$"))
     assert_close(logits(model), expected)
+
+
+@advice("Un-fuse it by model = Patcher().apply(model), and prepare that.")
+def values_that_peft_computes_before_there_is_an_adapter(at: Place) -> Steps:
+    model = load(at.llama, Patcher(fusions="qkv"))
+    settings = LoraConfig(
+        r=4, target_modules=["q_proj", "o_proj"], init_lora_weights="corda", corda_config=CordaConfig()
+    )
+
+    def prepared(model: Any) -> Any:
+        preprocess_corda(model, settings, run_model=lambda: model(torch.arange(3, 120)[None]))
+        return get_peft_model(model, settings)
+
+    yield lambda: prepared(model)
+    assert adapted_layers(prepared(Patcher().apply(model))) == 4
 
 
 @advice("Name the layers of {}, or load the model without this class mapping.")

@@ -181,6 +181,23 @@ class GivenAnInit(LlamaForCausalLM):
         super().__init__(config)
 
 
+class GivenAnInitWhenCalled(LlamaForCausalLM):
+    is_given = False
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if not cls.is_given:
+            cls.__init__, cls.is_given = LlamaForCausalLM.__init__, True  # type: ignore[method-assign]
+        return super().__new__(cls)
+
+
+@advice("another tool has replaced it during the load. Use that tool before.")
+def a_model_whose_init_is_replaced_in_a_load(at: Place) -> Steps:
+    GivenAnInitWhenCalled.is_given = False
+    yield lambda: GivenAnInitWhenCalled.from_pretrained(at.llama, patcher=QKV)
+    assert GivenAnInitWhenCalled.is_given
+    assert same(GivenAnInitWhenCalled.from_pretrained(at.llama, patcher=QKV), at.llama)
+
+
 @advice("or another tool has replaced its __init__. Define it, and use that tool, before the block begins.")
 def a_model_whose_init_is_replaced_in_a_block(at: Place) -> Steps:
     stock = GivenAnInit.__init__
