@@ -29,7 +29,7 @@ from patcher.fusions import QKV
 from tests.compatibility.outcomes import EXACT, compared
 from tests.support import fresh, shared
 from tests.support.checkpoints import same_checkpoint
-from tests.support.replacements import JOINED, OWN, JoinedMLP, joining
+from tests.support.replacements import JOINED, OWN, JoinedMLP, Turned, joining
 from tests.support.tiny import tiny_llama_config, tiny_mixtral_config
 from tests.support.trainer import FIRST_IS_BEST, MIDDLE, STEPS, batches, in_shards, losses, trained, trainer, weights
 
@@ -40,17 +40,6 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "Mixtral": lambda: tiny_mixtral_config(attention_dropout=0.2),
 }
 FUSED = Patcher(fusions=["qkv", "gate_up"])
-
-
-class Turned(nn.Module):
-    """A linear layer whose weight is transposed: square, it has the same name and shape as before."""
-
-    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(in_features, out_features))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight
 
 
 TURNED = [WeightConverter("o_proj.weight", "o_proj.weight", [Transpose(0, 1)])]

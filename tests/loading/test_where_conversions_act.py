@@ -33,21 +33,10 @@ from patcher import (
 )
 from tests.support.checkpoints import assert_saved_alike
 from tests.support.comparing import logits
-from tests.support.replacements import JoinedAttention, joining
+from tests.support.replacements import JoinedAttention, Turned, joining
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_llava_config
 
 LAYERS = 4
-
-
-class Turned(nn.Module):
-    """A linear layer that holds its weight transposed."""
-
-    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(in_features, out_features))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight
 
 
 class Straight(nn.Module):

@@ -168,3 +168,14 @@ OTHERS_NAMES = Patcher(
     {"Qwen3Attention": AttentionOfOthersNames},
     extra_weight_conversions=WeightRenaming(r"q_norm\.weight", "norm_of_queries.weight"),
 )
+
+
+class Turned(nn.Module):
+    """A linear layer that holds its weight transposed: if it is square, with the same name and shape as before."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(in_features, out_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
