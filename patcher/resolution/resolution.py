@@ -262,10 +262,11 @@ def _resolution_of(construction: Construction, model: PreTrainedModel) -> Resolu
 
 def rebuild_fused_modules(construction: Construction, model: PreTrainedModel) -> None:
     """Construct modules again as their fused classes, before the model uses its submodules."""
-    if construction.arguments is None:
+    if all(is_builtin(fusion) for entry in construction.rules.entries for fusion in entry.patcher.fusions):
         return
     resolution = _resolution_of(construction, model)
     if not resolution.fusion_plan.rebuilt:
+        construction.resolution = None  # its __init__ may still change the model
         return
     fusions = resolution.fusion_plan.by_path
     rebuilt_modules: dict[int, nn.Module] = {}

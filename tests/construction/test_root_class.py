@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, apply_rotary_pos_emb
 
 from patcher import PatchConstructionError, Patcher, report
 from tests.support import shared
@@ -412,3 +412,50 @@ def test_an_init_that_is_replaced_during_a_load_is_an_error(patcher: Patcher, tm
     save_tiny(tiny_llama_config(), tmp_path)
     with pytest.raises(PatchConstructionError, match=r"^Rebound\.__init__ was called without the gate"):
         Rebound.from_pretrained(tmp_path, patcher=patcher)
+
+
+def negated(q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return apply_rotary_pos_emb(-q, -k, *args, **kwargs)
+
+
+class ScaledAttention(LlamaAttention):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output, weights = super().forward(*args, **kwargs)
+        return output * 3, weights
+
+
+class LaterAttention(LlamaForCausalLM):
+    """Puts another attention into a layer after `post_init`."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.layers[0].self_attn = ScaledAttention(config, 0)
+
+
+class TwicePostInit(LaterAttention):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.post_init()
+
+
+BY_PATH = Patcher(module_mapping={"model.layers.*.mlp": OwnMLP})
+
+
+@pytest.mark.parametrize("cls", [LaterAttention, TwicePostInit])
+@pytest.mark.parametrize(
+    "patcher",
+    [
+        Patcher(fusions="qkv"),
+        BY_PATH,
+        BY_PATH | Patcher(fusions="qkv"),
+        Patcher(function_mapping={"apply_rotary_pos_emb": negated}),
+        BY_PATH | Patcher(function_mapping={"apply_rotary_pos_emb": negated}, fusions="qkv"),
+    ],
+    ids=["fusion", "path", "path and fusion", "function", "all"],
+)
+def test_what_replaces_a_module_after_post_init_is_what_runs(patcher: Patcher, cls: Any, tmp_path: Path) -> None:
+    stock = cls(tiny_llama_config())
+    stock.save_pretrained(tmp_path)
+    inputs = tiny_inputs(stock.config)
+    model = cls.from_pretrained(tmp_path, patcher=patcher)
+    torch.testing.assert_close(model(**inputs).logits, stock.eval()(**inputs).logits)

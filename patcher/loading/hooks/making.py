@@ -7,6 +7,7 @@ from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.compat.models import named_modules, stock_class, ties
@@ -95,19 +96,35 @@ def _initialise(stock: Stock, self: PreTrainedModel, construction: Construction)
                 classes = {stock_class(module) for module in self.modules()}
                 check_built(entry.patcher, classes, all_there=entry.origin == "patcher=")
     if is_root:
-        replace_modules(construction, self)
-        replace_functions(construction, self)
-        if not construction.is_skeleton:
-            rebuild_fused_modules(construction, self)
+        _apply_mappings(construction, self)
     _check_ties(construction, self)
     with preserve_computed_buffers(built.module for built in construction.built if built.outermost):
         stock(self)
     if is_root:
         construction.is_constructed = True
-        if not construction.is_skeleton:
-            # When it is fully constructed, and no quantizer has changed it.
-            finish = finish_by_hand if construction.by_hand else fuse_constructed_modules
-            construction.at_end = [functools.partial(finish, construction, self)]
+        construction.at_end = [functools.partial(_finish, construction, self, dict(named_modules(self)))]
+
+
+def _apply_mappings(construction: Construction, model: PreTrainedModel) -> None:
+    """Apply the mappings that aren't by class, and construct modules again that a family fuses so."""
+    replace_modules(construction, model)
+    replace_functions(construction, model)
+    if not construction.is_skeleton:
+        rebuild_fused_modules(construction, model)
+
+
+def _finish(construction: Construction, model: PreTrainedModel, before: dict[str, nn.Module]) -> None:
+    """Fuse a model at the end of its `__init__`: it is fully constructed, and no quantizer has changed it.
+
+    Args:
+        before: its modules at the end of `post_init`, after which an `__init__` may go on.
+    """
+    if dict(named_modules(model)) != before:
+        _apply_mappings(construction, model)
+    if construction.by_hand:
+        finish_by_hand(construction, model)
+    elif not construction.is_skeleton:
+        fuse_constructed_modules(construction, model)
 
 
 def _check_ties(construction: Construction, model: PreTrainedModel) -> None:
