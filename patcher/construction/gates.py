@@ -77,12 +77,11 @@ def _gate(cls: type[nn.Module], before: Any) -> Any:
     @functools.wraps(cls.__init__)
     def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         with construction_here() if type(self) is cls else nullcontext() as construction:
-            if construction is not None and construction.build_replacement(cls, "", self, args, kwargs) is not None:
-                pass
-            elif before is None:
-                super(cls, self).__init__(*args, **kwargs)
-            else:
-                before(self, *args, **kwargs)
+            if construction is None or construction.build_replacement(cls, "", self, args, kwargs) is None:
+                if construction is not None and construction.root is None and isinstance(self, PreTrainedModel):
+                    construction.root = self  # not a part that it constructs before it calls super().__init__
+                init = super(cls, self).__init__ if before is None else before.__get__(self, cls)
+                init(*args, **kwargs)
             if construction is not None and construction.root is self:
                 construction.end()
 

@@ -158,11 +158,11 @@ def construct(load: Request, on_constructed: Callable[[Constructed], object]) ->
     construction = Construction(rules)
     with building(construction, load.model_class), NoValues():
         yield
-        if construction.at_end and load.in_force:
+        if construction.at_end and getattr(construction.root, "quantization_method", None) is not None:
             raise PatchConstructionError(
-                f"{type(construction.root).__name__}.__init__ was called without the gate that a load puts on it, so "
-                "modules couldn't be fused at its end: another tool has replaced it during the load. Use that tool "
-                "before."
+                f"{load.model_class.__name__} isn't constructed by its own __init__, by which a load knows when to "
+                "fuse: before a quantizer replaces layers, and it has replaced them by now. Load it without the "
+                "quantizer, or without the patcher."
             )
     model = check_constructed(construction, load.model_class)
     outcome, record, outermost, models = summarize(construction, model)

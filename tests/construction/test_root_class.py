@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 from pathlib import Path
@@ -25,7 +26,7 @@ from transformers.core_model_loading import Transpose, WeightConverter, WeightRe
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, apply_rotary_pos_emb
 
-from patcher import PatchConstructionError, Patcher, report
+from patcher import Patcher, report
 from tests.support import shared
 from tests.support.caches import CACHE
 from tests.support.checkpoints import same_checkpoint
@@ -389,29 +390,55 @@ class Below(Elsewhere):
     pass
 
 
-@pytest.mark.parametrize("cls", [LaterLayer, Elsewhere])
-def test_what_is_built_after_post_init_is_fused_too(cls: Any, tmp_path: Path) -> None:
+class OfAClassMadeForIt(LaterLayer):
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().__new__(type("Made", (cls,), {}) if cls is OfAClassMadeForIt else cls)
+
+
+class Factory(LlamaPreTrainedModel):
+    """A class that constructs an object of another one."""
+
+    def __new__(cls, config: Any) -> Any:
+        return LaterLayer(config)
+
+
+class OfAPartial(LaterLayer):
+    __init__ = functools.partialmethod(LaterLayer.__init__)  # type: ignore[assignment]
+
+
+class PostInitAtLast(type(LlamaForCausalLM)):  # type: ignore[misc]
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        model = super().__call__(*args, **kwargs)
+        model.post_init()
+        return model
+
+
+class ByMetaclass(LlamaPreTrainedModel, metaclass=PostInitAtLast):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = LlamaModel(config)
+        self.later = LlamaDecoderLayer(config, 0)
+
+
+class PartFirst(LlamaPreTrainedModel):
+    def __init__(self, config: Any) -> None:
+        model = LlamaModel(config)
+        super().__init__(config)
+        self.model = model
+        self.later = LlamaDecoderLayer(config, 0)
+        self.post_init()
+
+
+@pytest.mark.parametrize(
+    "cls", [LaterLayer, Elsewhere, OfAClassMadeForIt, Factory, OfAPartial, ByMetaclass, PartFirst]
+)
+def test_what_is_built_after_post_init_or_by_another_class_is_fused_too(cls: Any, tmp_path: Path) -> None:
     stock = cls(tiny_llama_config())
     stock.save_pretrained(tmp_path)
     model = cls.from_pretrained(tmp_path, patcher=Patcher(fusions="qkv"))
     assert report(model).fused[0] == ("later.self_attn", "LlamaAttention", "FusedLlamaAttention")
     model.save_pretrained(tmp_path / "again")
     assert same_checkpoint(tmp_path, tmp_path / "again")
-
-
-class Rebound(LlamaForCausalLM):
-    """A class that gets another `__init__` when it is called."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        cls.__init__ = LlamaForCausalLM.__init__  # type: ignore[method-assign]
-        return super().__new__(cls)
-
-
-@pytest.mark.parametrize("patcher", [Patcher(fusions="qkv"), Patcher({"LlamaMLP": OwnMLP})], ids=["fusion", "class"])
-def test_an_init_that_is_replaced_during_a_load_is_an_error(patcher: Patcher, tmp_path: Path) -> None:
-    save_tiny(tiny_llama_config(), tmp_path)
-    with pytest.raises(PatchConstructionError, match=r"^Rebound\.__init__ was called without the gate"):
-        Rebound.from_pretrained(tmp_path, patcher=patcher)
 
 
 def negated(q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

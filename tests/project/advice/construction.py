@@ -12,7 +12,14 @@ import pytest
 import torch
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaPreTrainedModel,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.utils.deprecation import deprecate_kwarg
@@ -181,21 +188,17 @@ class GivenAnInit(LlamaForCausalLM):
         super().__init__(config)
 
 
-class GivenAnInitWhenCalled(LlamaForCausalLM):
-    is_given = False
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        if not cls.is_given:
-            cls.__init__, cls.is_given = LlamaForCausalLM.__init__, True  # type: ignore[method-assign]
-        return super().__new__(cls)
+class Factory(LlamaPreTrainedModel):
+    def __new__(cls, config: Any) -> Any:
+        return LlamaForCausalLM(config)
 
 
-@advice("another tool has replaced it during the load. Use that tool before.")
-def a_model_whose_init_is_replaced_in_a_load(at: Place) -> Steps:
-    GivenAnInitWhenCalled.is_given = False
-    yield lambda: GivenAnInitWhenCalled.from_pretrained(at.llama, patcher=QKV)
-    assert GivenAnInitWhenCalled.is_given
-    assert same(GivenAnInitWhenCalled.from_pretrained(at.llama, patcher=QKV), at.llama)
+@advice("Load it without the quantizer, or without the patcher.")
+def a_quantizer_for_a_class_that_constructs_another(at: Place) -> Steps:
+    quantizer = BitsAndBytesConfig(load_in_8bit=True)
+    yield lambda: Factory.from_pretrained(at.llama, patcher=QKV, quantization_config=quantizer)
+    assert same(Factory.from_pretrained(at.llama, patcher=QKV), at.llama)
+    assert Factory.from_pretrained(at.llama, quantization_config=quantizer).is_quantized
 
 
 @advice("or another tool has replaced its __init__. Define it, and use that tool, before the block begins.")
