@@ -79,6 +79,8 @@ class Construction:
     is_constructed: bool = field(init=False, default=False)
     built: list[Built] = field(init=False, default_factory=list)
     outcome: Outcome = field(init=False, default_factory=Outcome)
+    #: its modules when mappings were applied
+    modules: dict[str, nn.Module] = field(init=False, default_factory=dict)
     #: the `Resolution` of the model
     resolution: Any = field(init=False, default=None)
     #: the functions that are replaced in it

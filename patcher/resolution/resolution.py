@@ -264,6 +264,12 @@ def rebuild_fused_modules(construction: Construction, model: PreTrainedModel) ->
     """Construct modules again as their fused classes, before the model uses its submodules."""
     if all(is_builtin(fusion) for entry in construction.rules.entries for fusion in entry.patcher.fusions):
         return
+    if construction.resolution is not None:
+        fusion = next(iter(construction.resolution.fusion_plan.by_path.values()))
+        raise PatchConstructionError(
+            f"{type(model).__name__}.__init__ changes modules after post_init, where {fusion!r} has constructed some "
+            "again. Let post_init be the last that it calls, or give the fused class a from_module."
+        )
     resolution = _resolution_of(construction, model)
     if not resolution.fusion_plan.rebuilt:
         construction.resolution = None  # its __init__ may still change the model

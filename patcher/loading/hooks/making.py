@@ -7,7 +7,6 @@ from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.compat.models import named_modules, stock_class, ties
@@ -102,25 +101,22 @@ def _initialise(stock: Stock, self: PreTrainedModel, construction: Construction)
         stock(self)
     if is_root:
         construction.is_constructed = True
-        construction.at_end = [functools.partial(_finish, construction, self, dict(named_modules(self)))]
+        construction.at_end = [functools.partial(_finish, construction, self)]
 
 
 def _apply_mappings(construction: Construction, model: PreTrainedModel) -> None:
     """Apply the mappings that aren't by class, and construct modules again that a family fuses so."""
-    replace_modules(construction, model)
-    replace_functions(construction, model)
-    if not construction.is_skeleton:
-        rebuild_fused_modules(construction, model)
+    if construction.modules != dict(named_modules(model)):
+        replace_modules(construction, model)
+        replace_functions(construction, model)
+        if not construction.is_skeleton:
+            rebuild_fused_modules(construction, model)
+        construction.modules = dict(named_modules(model))
 
 
-def _finish(construction: Construction, model: PreTrainedModel, before: dict[str, nn.Module]) -> None:
-    """Fuse a model at the end of its `__init__`: it is fully constructed, and no quantizer has changed it.
-
-    Args:
-        before: its modules at the end of `post_init`, after which an `__init__` may go on.
-    """
-    if dict(named_modules(model)) != before:
-        _apply_mappings(construction, model)
+def _finish(construction: Construction, model: PreTrainedModel) -> None:
+    """Fuse a model at the end of its `__init__`: it is fully constructed, and no quantizer has changed it."""
+    _apply_mappings(construction, model)  # it may have gone on after `post_init`
     if construction.by_hand:
         finish_by_hand(construction, model)
     elif not construction.is_skeleton:

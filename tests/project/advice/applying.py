@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaForCausalLM, TorchAoConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from patcher import Patcher, fusions, original_state_dict
+from patcher import Patcher, fusions, original_state_dict, report
 from tests.project.advice import OwnMLP, Place, Steps, advice, load, same
 from tests.project.advice.construction import AttendingConfig, AttendingModel
 from tests.support.processes import one_process
@@ -204,6 +204,27 @@ def a_class_that_is_constructed_anew(at: Place) -> Steps:
     loaded = load(at.llama, Patcher(fusions=Doubled()))
     assert computes_the_same(Patcher(fusions=DoubledInPlace()).apply(load(at.llama)), loaded)
     assert same(Patcher().apply(loaded), at.llama)
+
+
+class GoesOn(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.layers[0].mlp = LlamaMLP(config)
+
+
+class EndsWithPostInit(LlamaForCausalLM):
+    def post_init(self) -> None:
+        self.model.layers[0].mlp = LlamaMLP(self.config)
+        super().post_init()
+
+
+@advice("Let post_init be the last that it calls, or give the fused class a from_module.")
+def a_model_that_changes_what_a_family_has_constructed(at: Place) -> Steps:
+    yield lambda: GoesOn.from_pretrained(at.llama, patcher=Patcher(fusions=Doubled()))
+    for cls, fusion in ((EndsWithPostInit, Doubled()), (GoesOn, DoubledInPlace())):
+        model = cls.from_pretrained(at.llama, patcher=Patcher(fusions=fusion))
+        assert len(report(model).fused) == 2
+        assert same(Patcher().apply(model), at.llama)
 
 
 @advice("Apply the patcher first, and add it then.")
