@@ -80,8 +80,8 @@ def fused_class(fusion: Fusion, original: type[nn.Module], recipe: Hashable) -> 
 def _is_current(cls: type[nn.Module], original: type[nn.Module]) -> bool:
     """Whether the methods that a class was made from are still those of the original, with the same code."""
     return all(
-        inspect.unwrap(member(original, name)) is function and function.__code__ is code
-        for name, (function, code) in getattr(cls, "_made_from", {}).items()
+        member(original, name) is attribute and inspect.unwrap(attribute).__code__ is code
+        for name, (attribute, code) in getattr(cls, "_made_from", {}).items()
     )
 
 

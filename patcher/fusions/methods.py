@@ -20,7 +20,7 @@ from torch import nn
 from patcher.fusions.lookups import code_of, lookups, member
 from patcher.source.alike import of_code
 from patcher.source.call_sites import positional_parameters
-from patcher.source.texts import dedented
+from patcher.source.texts import dedented, indented
 
 #: Wrappers of transformers that pass on their arguments: one moves weights, the other may call an equivalent kernel.
 _PASS_THROUGH = {
@@ -39,12 +39,17 @@ class NotUnderstoodError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Method:
-    """A function, with its source."""
+    """A function, with its source.
+
+    Attributes:
+        attribute: the function as the class has it, with its decorators.
+    """
 
     name: str
     function: FunctionType
     source: str
     node: ast.FunctionDef
+    attribute: Any = None
 
     def at(self, line: int | None) -> str:
         """Return the location of a line of the source: `modeling_llama.py:243`."""
@@ -108,7 +113,8 @@ def _source_of(code: CodeType) -> tuple[str, ast.FunctionDef] | str:
     if free_variables := [variable for variable in code.co_freevars if variable != "__class__"]:
         return f"{code.co_name} uses {', '.join(free_variables)} of the function around it"
     compiled = _compiled("".join(lines), code.co_filename, code.co_flags & __future__.annotations.compiler_flag)
-    if not any(other.co_qualname == code.co_qualname and of_code(other) == of_code(code) for other in compiled):
+    here = [other for other in compiled if (other.co_qualname, other.co_firstlineno) == (code.co_qualname, first + 1)]
+    if not any(of_code(other) == of_code(code) for other in here):
         return (
             f"the source of {code.co_name} isn't what runs: {Path(code.co_filename).name} was changed after its import"
         )
@@ -171,11 +177,49 @@ def method_to_rewrite(cls: type[nn.Module], name: str) -> Method:
     """
     attribute = lookups.get(member, cls, name)
     method = read_function(inspect.unwrap(attribute))
-    if (attribute is not method.function) != bool(method.node.decorator_list):
+    code, defined = method.function.__code__, dict[str, Any]()
+    flags = code.co_flags & __future__.annotations.compiler_flag
+    text = f"class {cls.__name__}:\n{indented(method.source)}"
+    try:
+        exec(compile(text, code.co_filename, "exec", flags, dont_inherit=True), method.function.__globals__, defined)
+    except Exception as error:
+        raise NotUnderstoodError(
+            f"the definition of {name} can't be run outside of its class ({type(error).__name__}: {error})", 1
+        ) from error
+    again = member(defined[cls.__name__], method.node.name)
+    if not _are_equal(attribute, again, [(method.function, inspect.unwrap(again))]):
         raise NotUnderstoodError(f"{name} is wrapped by something that its source doesn't show", 1)
     if any(isinstance(child, ast.Yield | ast.YieldFrom) for child in ast.walk(method.node)):
         raise NotUnderstoodError(f"{name} is a generator", 1)
-    return Method(name, method.function, method.source, method.node)
+    return Method(name, method.function, method.source, method.node, attribute)
+
+
+def _are_equal(one: Any, other: Any, pairs: list[tuple[Any, Any]]) -> bool:
+    """Whether two wrappers do the same, but that one wraps the first and the other the second function of a pair."""
+    if one is other or any(one is first and other is second for first, second in pairs):
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, FunctionType):
+        pairs.append((one, other))
+        values = zip(_state(one), _state(other), strict=True)
+        return one.__code__ is other.__code__ and all(_are_equal(first, second, pairs) for first, second in values)
+    try:
+        if one == other:
+            return True
+    except Exception:  # tensors, or whatever a class compares
+        return False
+    if not hasattr(one, "__dict__"):
+        return False
+    mine, its = vars(one), vars(other)
+    return mine.keys() == its.keys() and all(_are_equal(mine[name], its[name], pairs) for name in mine)
+
+
+def _state(function: FunctionType) -> list[Any]:
+    cells: list[Any] = [*(function.__closure__ or ())]
+    with contextlib.suppress(ValueError):  # a variable without a value: cells are equal to none
+        cells = [cell.cell_contents for cell in cells]
+    return [*cells, function.__defaults__, function.__kwdefaults__]
 
 
 def unwrapped(function: Any) -> Any:

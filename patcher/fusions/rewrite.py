@@ -165,7 +165,7 @@ def compile_subclass(
     if line is not None:
         cls.__firstlineno__ = line
     cls._rewritten = MappingProxyType(sources)
-    cls._made_from = {method.name: (method.function, method.function.__code__) for method, _ in methods}
+    cls._made_from = {method.name: (method.attribute, method.function.__code__) for method, _ in methods}
     # The new module has the globals of the original one. It refers to the class weakly, so that both can be freed.
     module.__getattr__ = partial(_module_attribute, namespace, weakref.ref(cls), module_name)  # type: ignore[method-assign]
     _created.append((weakref.ref(cls), module_name, module.__file__ or ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from patcher.fusions import Decision, Fusion, Surroundings
 from patcher.fusions.experts.adapters import linear_experts
 from patcher.fusions.experts.linear import LinearExperts
 from patcher.fusions.experts.matrices import Matrices
+from patcher.fusions.lookups import member
 
 
 class SequentialExperts(Fusion):
@@ -75,8 +77,12 @@ class SequentialExperts(Fusion):
 
     def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
         linear: Any = linear_experts(original_cls)
+        if isinstance(linear, str):
+            raise InvalidPatcherError(f"{self.name} can't fuse {original_cls.__qualname__}: {linear}.")
+        forward: Any = member(original_cls, "forward")
         doc = f"{original_cls.__name__} with linear layers for each expert."
-        body = {"__doc__": doc, "__module__": __name__}
+        made_from = {"forward": (forward, inspect.unwrap(forward).__code__)}
+        body = {"__doc__": doc, "__module__": __name__, "_made_from": made_from}
         if self.all_tokens:
             body["forward"] = linear.forward_of_all_tokens
         name = f"{'AllTokens' if self.all_tokens else 'Sequential'}{original_cls.__name__}"
