@@ -20,15 +20,16 @@ from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from patcher import Patcher, UnmatchedPatchError, report
+from patcher import InvalidPatcherError, Patcher, UnmatchedPatchError, report
 from patcher.fusions import GateUp
 from patcher.fusions.fused_module import fused_class, fused_class_of
 from patcher.fusions.methods import NotUnderstoodError, method_to_rewrite, read_function
 from patcher.fusions.qkv import QKV
 from patcher.fusions.rewrite import compile_subclass
 from tests.support.fusing import fuse
-from tests.support.tiny import build_tiny, tiny_inputs, tiny_llama_config
+from tests.support.tiny import build_tiny, tiny_inputs, tiny_llama_config, tiny_mixtral_config
 from tests.support.written_modules import written_module
 
 PARTS = "self.q_proj, self.k_proj, self.v_proj = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)"
@@ -241,6 +242,17 @@ def test_a_file_that_was_edited_after_its_import_is_refused(
     assert re.search(reason, QKV().refusal(module)), QKV().refusal(module)
 
 
+def test_a_class_that_has_moved_to_the_place_of_another_is_refused(tmp_path: Path) -> None:
+    """Its code is in the file still, and its place has code of the same name."""
+    head, classes = MODEL.split("class Odd")
+    other = "class Odd" + classes.replace("q + k", "q - k").replace("Odd", "Two")
+    path = tmp_path / "odd_modeling.py"
+    module = written_module(f"{head}class Odd{classes}\n\n{other}", path).Odd()
+    path.write_text(f"{head}{other}\n\nclass Odd{classes}")
+
+    assert "isn't what runs" in QKV().refusal(module)
+
+
 def test_a_file_with_the_same_code_in_its_place_is_understood(tmp_path: Path) -> None:
     path = tmp_path / "odd_modeling.py"
     module = written_module(MODEL, path).Odd()
@@ -319,10 +331,28 @@ def test_a_pickle_is_read_where_the_code_is_the_same_only(odd: Any, monkeypatch:
         pickle.loads(data)
 
 
+def test_a_pickle_is_not_read_where_a_tool_has_wrapped_the_code(odd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, forward = pickle.dumps(fused(odd.Odd())), odd.Odd.forward
+    monkeypatch.setattr(odd.Odd, "forward", functools.wraps(forward)(lambda self, x: forward(self, x) * 2))
+
+    with pytest.raises(NotUnderstoodError, match="forward is wrapped by something that its source doesn't show"):
+        pickle.loads(data)
+
+
+def test_a_pickle_of_experts_is_not_read_where_a_tool_has_wrapped_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    patched = Patcher(fusions="sequential_experts").apply(build_tiny(tiny_mixtral_config()))
+    data, forward = pickle.dumps(patched), MixtralExperts.forward
+    monkeypatch.setattr(MixtralExperts, "forward", functools.wraps(forward)(lambda *args: forward(*args) * 2))
+
+    with pytest.raises(InvalidPatcherError, match="sequential_experts can't fuse MixtralExperts: what the"):
+        pickle.loads(data)
+
+
 # --- methods that can't be read or written ---------------------------------------------------------------------------
 
 METHODS = """
 import functools
+import torch
 from torch import nn
 
 
@@ -356,6 +386,56 @@ class Generating(nn.Module):
 
 class Short(nn.Module):
     def forward(self, x, y=None): return self.q_proj(x)
+
+
+def times(number):
+    def decorate(function):
+        @functools.wraps(function)
+        def scaled(*args):
+            return function(*args) * number
+        return scaled
+    return decorate
+
+
+number = 2
+
+
+class Decorated(nn.Module):
+    @times(number)
+    @torch.autocast("cpu", enabled=False)
+    def forward(self, x):
+        return self.q_proj(x)
+
+
+class DecoratedAndWrapped(nn.Module):
+    @times(2)
+    def forward(self, x):
+        return self.q_proj(x)
+
+
+class Later(nn.Module):
+    @times(number * 1.0)
+    def forward(self, x):
+        return self.q_proj(x)
+
+
+def make_decorated(number):
+    class Made(nn.Module):
+        @times(number)
+        def forward(self, x):
+            return self.q_proj(x)
+    return Made
+
+
+class ByItsClass(nn.Module):
+    one = 1
+
+    def forward(self, x, y=one):
+        return self.q_proj(x)
+
+
+DecoratedAndWrapped.forward = around(DecoratedAndWrapped.forward)
+Made = make_decorated(3)
 """
 
 
@@ -365,6 +445,9 @@ class Short(nn.Module):
         ("Wrapped", "forward is wrapped by something that its source doesn't show"),
         ("Closed", "forward uses number of the function around it"),
         ("Generating", "forward is a generator"),
+        ("DecoratedAndWrapped", "forward is wrapped by something that its source doesn't show"),
+        ("Made", "forward is wrapped by something that its source doesn't show"),
+        ("ByItsClass", r"the definition of forward can't be run outside of its class \(NameError: name 'one'"),
     ],
 )
 def test_a_method_that_is_not_what_its_source_shows_is_refused(name: str, reason: str, tmp_path: Path) -> None:
@@ -372,6 +455,18 @@ def test_a_method_that_is_not_what_its_source_shows_is_refused(name: str, reason
 
     with pytest.raises(NotUnderstoodError, match=reason):
         method_to_rewrite(cls, "forward")
+
+
+def test_decorators_are_run_again_where_they_do_the_same(tmp_path: Path) -> None:
+    module = written_module(METHODS, tmp_path / "odd_modeling.py")
+    assert method_to_rewrite(module.Decorated, "forward").attribute is module.Decorated.forward
+    method_to_rewrite(module.Later, "forward")
+
+    module.number = 5
+
+    for cls in (module.Decorated, module.Later):
+        with pytest.raises(NotUnderstoodError, match="forward is wrapped by something that its source doesn't show"):
+            method_to_rewrite(cls, "forward")
 
 
 def test_a_function_without_source_is_refused() -> None:
