@@ -13,7 +13,6 @@ from patcher.fusions import Decision, Fusion, Surroundings
 from patcher.fusions.experts.adapters import linear_experts
 from patcher.fusions.experts.linear import LinearExperts
 from patcher.fusions.experts.matrices import Matrices
-from patcher.fusions.lookups import member
 
 
 class SequentialExperts(Fusion):
@@ -79,7 +78,7 @@ class SequentialExperts(Fusion):
         linear: Any = linear_experts(original_cls)
         if isinstance(linear, str):
             raise InvalidPatcherError(f"{self.name} can't fuse {original_cls.__qualname__}: {linear}.")
-        forward: Any = member(original_cls, "forward")
+        forward: Any = inspect.getattr_static(original_cls, "forward")
         doc = f"{original_cls.__name__} with linear layers for each expert."
         made_from = {"forward": (forward, inspect.unwrap(forward).__code__)}
         body = {"__doc__": doc, "__module__": __name__, "_made_from": made_from}
