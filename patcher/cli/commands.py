@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from safetensors import SafetensorError
 
 import patcher as library
 from patcher.cli.options import PATCHER_OPTIONS, parameter_of, with_options
@@ -43,8 +44,8 @@ def command(function: Callable[..., Result]) -> Callable[..., None]:
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 value, succeeded = function(**_combine(function.__name__, parameters, arguments))
-        except (PatcherError, OSError) as error:  # OSError: missing files
-            is_usage_error = isinstance(error, InvalidPatcherError | PatchConflictError | OSError)
+        except (PatcherError, OSError, SafetensorError) as error:  # missing files, and torn ones
+            is_usage_error = isinstance(error, InvalidPatcherError | PatchConflictError | OSError | SafetensorError)
             typer.echo(f"error: {' '.join(str(error).split()) if isinstance(error, OSError) else error}", err=True)
             raise typer.Exit(2 if is_usage_error else 1) from error
         values = value if isinstance(value, list) else [value]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import inspect
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable
-from functools import lru_cache
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import torch
 import transformers
 from packaging.specifiers import SpecifierSet
 from torch import nn
@@ -25,6 +26,10 @@ from patcher.source.definitions import canonical, find
 from patcher.source.reading import parsed
 from patcher.spec.like import Like
 from patcher.spec.patcher import Patcher
+
+#: Where decorators are defined that modeling code uses, and what this package wraps an `__init__` in.
+_STANDARD_LIBRARY = Path(functools.__file__).parent
+_OF_DECORATORS = Path(transformers.__file__).parent, Path(torch.__file__).parent, Path(__file__).parents[1]
 
 
 def fingerprint(cls: type[nn.Module] | Callable[..., Any]) -> str:
@@ -53,7 +58,7 @@ def fingerprint(cls: type[nn.Module] | Callable[..., Any]) -> str:
     return _fingerprint_in(path, original.__qualname__.split(".")[0], stat.st_mtime_ns, stat.st_size)
 
 
-@lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)
 def _fingerprint_in(path: str, name: str, *stat: int) -> str:
     tree, pending = parsed(Path(path).read_text(encoding="utf-8")), {name}
     definitions: dict[str, list[ast.stmt]] = {}
@@ -153,14 +158,19 @@ def _drift(pinned: Any, fingerprints: Collection[str]) -> str:
         actual = f"nothing ({error})"
     if actual not in fingerprints:
         return f"found {actual}"
-    functions = map(inspect.unwrap, filter(callable, vars(pinned).values() if isinstance(pinned, type) else [pinned]))
+    functions = list(filter(callable, vars(pinned).values() if isinstance(pinned, type) else [pinned]))
     file = inspect.getsourcefile(inspect.unwrap(pinned))
-    for function in functions:
+    for function in functions:  # grows by what they wrap
+        functions += [function.__wrapped__] if hasattr(function, "__wrapped__") else []
         if isinstance(function, FunctionType):
-            home = function.__code__.co_filename
-            if home != file and not Path(home).is_relative_to(Path(transformers.__file__).parent):
-                return f"found {function.__qualname__} of {home} in its place"  # by another tool
-            if home == file and (reason := why_not_its_source(function)):
+            home = Path(function.__code__.co_filename)
+            if str(home) == file:
+                reason = "" if hasattr(function, "__wrapped__") else why_not_its_source(function)
+            elif home.parent == _STANDARD_LIBRARY or any(map(home.is_relative_to, _OF_DECORATORS)):
+                reason = ""
+            else:  # by another tool
+                reason = f"{function.__qualname__} of {home} in its place"
+            if reason:
                 return f"found {reason}"
     return ""
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -452,6 +453,18 @@ def test_a_config_that_is_no_json_is_told_in_a_line(tmp_path: Path) -> None:
     assert (done.exit_code, done.stdout) == (2, "")
     assert "is not a valid JSON file" in said(done)
     assert said(done).count("\n") == 0
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize("command", ["plan", "verify", "bench"])
+def test_a_file_of_weights_that_was_cut_off_is_told_in_a_line(command: str, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, cut_off := tmp_path / "cut off")
+    weights = cut_off / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    done = run(command, cut_off, "--fusion", "qkv", "--json")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "not fully covered" in said(done) or "can't be read as a load would read it" in said(done)
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.usefixtures("mine")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import linecache
 import re
@@ -112,6 +113,20 @@ def test_a_pin_of_the_text_of_a_file_that_was_edited_is_none_of_what_runs(
     linecache.checkcache(str(path))
     with pytest.raises(PresetDriftError, match=r"Block: pinned \w+, found the source of forward isn't what runs"):
         check_pins(Patcher(fingerprints={"Block": fingerprint(cls)}), cls)
+
+
+@pytest.mark.parametrize("name", ["__init__", "forward"])
+def test_a_pin_sees_what_another_tool_has_wrapped_a_method_in(
+    name: str, define: Callable[[str], type[nn.Module]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init = "def __init__(self):\n            super().__init__()\n\n        @torch.no_grad()\n        def forward"
+    cls = define(BASE.replace("from torch", "import torch\n    from torch").replace("def forward", init))
+    pinned = Patcher(fingerprints={"Block": fingerprint(cls)})
+    check_pins(pinned, cls)
+    method = getattr(cls, name)
+    monkeypatch.setattr(cls, name, functools.wraps(method)(lambda *args: method(*args)))
+    with pytest.raises(PresetDriftError, match=rf"found Block\.{name} of .*test_fingerprints\.py in its place"):
+        check_pins(pinned, cls)
 
 
 class MyNorm(LlamaRMSNorm):
