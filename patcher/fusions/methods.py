@@ -18,8 +18,8 @@ from typing import Any
 from torch import nn
 
 from patcher.fusions.lookups import code_of, lookups, member
-from patcher.source.alike import of_code
 from patcher.source.call_sites import positional_parameters
+from patcher.source.code import of_code
 from patcher.source.texts import dedented, indented
 
 #: Wrappers of transformers that pass on their arguments: one moves weights, the other may call an equivalent kernel.
