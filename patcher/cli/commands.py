@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from safetensors import SafetensorError
 
 import patcher as library
 from patcher.cli.options import PATCHER_OPTIONS, parameter_of, with_options
@@ -25,9 +24,16 @@ from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError
 
 #: the value that a command prints, and whether it succeeded
 Result = tuple[Any, bool]
+_OF_USAGE = InvalidPatcherError, PatchConflictError
 _PATCHER_PARAMETERS = (*map(parameter_of, PATCHER_OPTIONS), "unpinned")
 #: parameter of a command -> the several options that it is made from
 _COMBINED = {"patcher": _PATCHER_PARAMETERS, "patchers": _PATCHER_PARAMETERS, "options": ("revision", "remote")}
+
+
+def _expected() -> tuple[type[Exception], ...]:
+    """Return the errors that are printed in a line: of this package, of files, and of weights that were cut off."""
+    safetensors = sys.modules.get("safetensors")  # which code generation doesn't need
+    return (PatcherError, OSError, *([safetensors.SafetensorError] if safetensors is not None else []))
 
 
 def command(function: Callable[..., Result]) -> Callable[..., None]:
@@ -44,10 +50,12 @@ def command(function: Callable[..., Result]) -> Callable[..., None]:
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 value, succeeded = function(**_combine(function.__name__, parameters, arguments))
-        except (PatcherError, OSError, SafetensorError) as error:  # missing files, and torn ones
-            is_usage_error = isinstance(error, InvalidPatcherError | PatchConflictError | OSError | SafetensorError)
+        except _expected() as error:
+            is_usage = isinstance(error, InvalidPatcherError | PatchConflictError) or not isinstance(
+                error, PatcherError
+            )
             typer.echo(f"error: {' '.join(str(error).split()) if isinstance(error, OSError) else error}", err=True)
-            raise typer.Exit(2 if is_usage_error else 1) from error
+            raise typer.Exit(2 if is_usage else 1) from error
         values = value if isinstance(value, list) else [value]
         if as_json:
             dicts = [item.to_dict() for item in values]

@@ -10,7 +10,6 @@ import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -19,7 +18,7 @@ from torch import nn
 
 from patcher.fusions.lookups import code_of, lookups, member
 from patcher.source.call_sites import positional_parameters
-from patcher.source.code import of_code
+from patcher.source.code import has_code
 from patcher.source.texts import dedented, indented
 
 #: Wrappers of transformers that pass on their arguments: one moves weights, the other may call an equivalent kernel.
@@ -112,26 +111,11 @@ def _source_of(code: CodeType) -> tuple[str, ast.FunctionDef] | str:
         return f"the source of {code.co_name} can't be read (it isn't written as a def)"
     if free_variables := [variable for variable in code.co_freevars if variable != "__class__"]:
         return f"{code.co_name} uses {', '.join(free_variables)} of the function around it"
-    compiled = _compiled("".join(lines), code.co_filename, code.co_flags & __future__.annotations.compiler_flag)
-    here = [other for other in compiled if (other.co_qualname, other.co_firstlineno) == (code.co_qualname, first + 1)]
-    if not any(of_code(other) == of_code(code) for other in here):
+    if first + 1 != code.co_firstlineno or not has_code("".join(lines), code):
         return (
             f"the source of {code.co_name} isn't what runs: {Path(code.co_filename).name} was changed after its import"
         )
     return source, node
-
-
-@lru_cache(maxsize=16)
-def _compiled(text: str, file: str, flags: int) -> list[CodeType]:
-    """Compile a file as a whole: the bytecode of a method call depends on the imports of the file."""
-    return list(_codes(compile(text, file, "exec", flags, dont_inherit=True)))
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield constant
-            yield from _codes(constant)
 
 
 def members_of(cls: type[nn.Module]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import os
 import reprlib
 from collections.abc import Iterable, Iterator
@@ -19,7 +18,7 @@ from patcher.compat.conversions import dot_natural_key
 from patcher.compat.models import stock_class
 from patcher.display.parts import Code, Notes, Part, visible
 from patcher.display.shown import Displayable, pluralize
-from patcher.errors import InvalidPatcherError
+from patcher.errors import CodegenError, InvalidPatcherError
 from patcher.functions.models import full_name, replaced_now
 from patcher.inspection.class_texts import composed
 from patcher.inspection.plan import planned_load
@@ -27,7 +26,7 @@ from patcher.integrations import install
 from patcher.loading.load import Constructed
 from patcher.loading.record import PatchedModule, patched_now
 from patcher.patterns import compress
-from patcher.source.texts import dedented
+from patcher.source.reading import Location, read_source
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
 
@@ -202,8 +201,8 @@ def _unified_diff(was: str, becomes: str, before: str, after: str) -> str:
 
 def _source_of(function: Any) -> str:
     try:
-        return dedented(inspect.getsource(function))
-    except (OSError, TypeError):
+        return read_source(function, full_name(function), Location("", 0)).text
+    except CodegenError:
         return f"# the source of {full_name(function)} can't be read"
 
 

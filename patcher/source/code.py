@@ -1,6 +1,7 @@
 """What a code object does: its operations, without where it is."""
 
 from __future__ import annotations
+import __future__
 
 import dis
 import functools
@@ -75,6 +76,22 @@ def of_code(code: types.CodeType) -> Code:
         not _MODULE_OPERATIONS.isdisjoint(instruction.opname for instruction in instructions)
         or any(function.depends_on_module for function in nested),
     )
+
+
+def has_code(text: str, code: types.CodeType) -> bool:
+    """Whether the text of a file has a code object, by its name and at its line: not after the file was edited."""
+    flags = code.co_flags & __future__.annotations.compiler_flag
+    named = (other for other in _compiled(text, code.co_filename, flags) if other.co_qualname == code.co_qualname)
+    return any(other.co_firstlineno == code.co_firstlineno and of_code(other) == of_code(code) for other in named)
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(text: str, file: str, flags: int) -> list[types.CodeType]:
+    """Compile a file as a whole: the bytecode of a method call depends on the imports of the file."""
+    codes = [compile(text, file, "exec", flags, dont_inherit=True)]
+    for code in codes:  # grows
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return codes
 
 
 def _constant(value: Any) -> Any:

@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 from patcher.errors import CodegenError, PatcherWarning, calling_frame
+from patcher.source.code import has_code
 from patcher.source.scopes import (
     Definition,
     bound_by,
@@ -190,13 +191,15 @@ def read_source(obj: Any, call: str, where: Location) -> Source:
             "Define it in a file, give its text as a string, or use create_patch_from_external."
         )
     try:
-        tree = parsed("".join(lines))
+        tree = parsed(text := "".join(lines))
     except SyntaxError as error:
         raise CodegenError(
             f"{where}: {call} needs the source of {name!r}, but {file} does not parse: {error}"
         ) from error
     node = _definition_of(inner, name, tree)
-    if node is None:
+    members = map(unwrap, vars(inner).values()) if inspect.isclass(inner) else [inner]
+    codes = [member.__code__ for member in members if isinstance(member, types.FunctionType)]
+    if node is None or not all(has_code(text, code) for code in codes if code.co_filename == file):
         raise CodegenError(
             f"{where}: {call} needs the source of {name!r}, but {file} no longer defines it where Python read it. "
             "If the file was edited since, start again; if the class is defined twice, give one a name of its own; "
@@ -208,7 +211,7 @@ def read_source(obj: Any, call: str, where: Location) -> Source:
             f"{where}: {call} needs the source of {name!r}, and {changed} was changed after its definition in {file}. "
             "Write the change into the definition."
         )
-    return _quoted(_source_of(node, Text("".join(lines), tree), file), tree)
+    return _quoted(_source_of(node, Text(text, tree), file), tree)
 
 
 def _quoted(source: Source, tree: ast.Module) -> Source:

@@ -22,10 +22,11 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb as stock_rotary,
 )
 
-from patcher import CodegenError, Patcher
+from patcher import CodegenError, Patcher, diff
 from patcher.codegen import PatchConfig, generate
 from tests.support.replacements import OwnMLP
 from tests.support.tiny import DECODER_SIZES, tiny_inputs, tiny_llama_config
+from tests.support.written_modules import written_module
 
 
 @functools.wraps(stock_rotary)
@@ -204,6 +205,34 @@ OfAnotherFile.forward = OwnMLP.forward  # type: ignore[method-assign]
 def test_what_was_changed_later_is_refused(cls: Any, what: str) -> None:
     with pytest.raises(CodegenError, match=rf"the source of '\w+', and {what} was changed after its definition in"):
         text_of(Patcher({"LlamaMLP": cls}))
+
+
+EDITED = """
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+
+class Scaled(LlamaMLP):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def rotary(q, k, *args, **kwargs):
+    return q * 2, k
+"""
+
+
+def test_a_file_that_was_edited_since_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = written_module(EDITED, path := tmp_path / "edited_since.py")
+    monkeypatch.setitem(sys.modules, "edited_since", module)
+    patchers = Patcher({"LlamaMLP": module.Scaled}), Patcher(function_mapping={"apply_rotary_pos_emb": module.rotary})
+    for patcher in patchers:
+        assert " * 2" in text_of(patcher)
+    path.write_text(EDITED.replace("* 2", "* 3"))
+
+    for patcher in patchers:
+        with pytest.raises(CodegenError, match=r"edited_since\.py no longer defines it where Python read it"):
+            text_of(patcher)
+        assert "* 3" not in str(diff(tiny_llama_config(), patcher))
 
 
 class Around(nn.Module):
