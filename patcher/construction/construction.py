@@ -74,7 +74,9 @@ class Construction:
     _: KW_ONLY
     by_hand: bool = False
     is_skeleton: bool = False
-    #: the outermost model, once its `__init__` has begun, and whether it has called `post_init`
+    #: the model whose gate was entered first, if any: not a part that it constructs before it calls super().__init__
+    outermost: PreTrainedModel | None = field(init=False, default=None)
+    #: the outermost model, once `PreTrainedModel.__init__` has begun, and whether it has called `post_init`
     root: PreTrainedModel | None = field(init=False, default=None)
     is_constructed: bool = field(init=False, default=False)
     built: list[Built] = field(init=False, default_factory=list)

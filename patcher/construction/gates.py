@@ -78,8 +78,8 @@ def _gate(cls: type[nn.Module], before: Any) -> Any:
     def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         with construction_here() if type(self) is cls else nullcontext() as construction:
             if construction is None or construction.build_replacement(cls, "", self, args, kwargs) is None:
-                if construction is not None and construction.root is None and isinstance(self, PreTrainedModel):
-                    construction.root = self  # not a part that it constructs before it calls super().__init__
+                if construction is not None and construction.outermost is None and isinstance(self, PreTrainedModel):
+                    construction.outermost = self
                 init = super(cls, self).__init__ if before is None else before.__get__(self, cls)
                 init(*args, **kwargs)
             if construction is not None and construction.root is self:

@@ -70,7 +70,7 @@ def init(stock: Stock, self: PreTrainedModel, config: Any, *args: Any, **kwargs:
             "follow what it builds: the class was defined in the block, or another tool has replaced its __init__. "
             "Define it, and use that tool, before the block begins."
         )
-    if construction is not None and construction.root in (None, self):
+    if construction is not None and construction.root in (None, self) and construction.outermost in (None, self):
         construction.root = self
         record_arguments(construction)
     stock(self, config, *args, **kwargs)
