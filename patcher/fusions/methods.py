@@ -184,8 +184,8 @@ def _are_equal(one: Any, other: Any, pairs: list[tuple[Any, Any]]) -> bool:
         return True
     if type(one) is not type(other):
         return False
+    pairs.append((one, other))  # they may refer to themselves
     if isinstance(one, FunctionType):
-        pairs.append((one, other))
         values = zip(_state(one), _state(other), strict=True)
         return one.__code__ is other.__code__ and all(_are_equal(first, second, pairs) for first, second in values)
     try:

@@ -388,6 +388,20 @@ class Short(nn.Module):
     def forward(self, x, y=None): return self.q_proj(x)
 
 
+class Options:
+    def __init__(self, number):
+        self.number, self.owner = number, self
+
+
+def by_options(options):
+    def decorate(function):
+        @functools.wraps(function)
+        def scaled(*args):
+            return function(*args) * options.number
+        return scaled
+    return decorate
+
+
 def times(number):
     def decorate(function):
         @functools.wraps(function)
@@ -403,6 +417,12 @@ number = 2
 class Decorated(nn.Module):
     @times(number)
     @torch.autocast("cpu", enabled=False)
+    def forward(self, x):
+        return self.q_proj(x)
+
+
+class ByOptions(nn.Module):
+    @by_options(Options(number))
     def forward(self, x):
         return self.q_proj(x)
 
@@ -461,10 +481,11 @@ def test_decorators_are_run_again_where_they_do_the_same(tmp_path: Path) -> None
     module = written_module(METHODS, tmp_path / "odd_modeling.py")
     assert method_to_rewrite(module.Decorated, "forward").attribute is module.Decorated.forward
     method_to_rewrite(module.Later, "forward")
+    method_to_rewrite(module.ByOptions, "forward")
 
     module.number = 5
 
-    for cls in (module.Decorated, module.Later):
+    for cls in (module.Decorated, module.Later, module.ByOptions):
         with pytest.raises(NotUnderstoodError, match="forward is wrapped by something that its source doesn't show"):
             method_to_rewrite(cls, "forward")
 

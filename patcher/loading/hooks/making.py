@@ -117,6 +117,7 @@ def _apply_mappings(construction: Construction, model: PreTrainedModel) -> None:
 def _finish(construction: Construction, model: PreTrainedModel) -> None:
     """Fuse a model at the end of its `__init__`: it is fully constructed, and no quantizer has changed it."""
     _apply_mappings(construction, model)  # it may have gone on after `post_init`
+    construction.modules.clear()  # which would keep the layers that are joined
     if construction.by_hand:
         finish_by_hand(construction, model)
     elif not construction.is_skeleton:
