@@ -175,6 +175,12 @@ def concatenate(pieces: list[torch.Tensor]) -> torch.Tensor:
         for piece, end in zip(pieces, ends, strict=False)
     ):
         return torch.cat(pieces)
+    storages = [piece.untyped_storage() for piece in pieces]
+    if len({storage.data_ptr() for storage in storages}) == 1:
+        rows = sum(map(len, pieces))
+        return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+    if any(storage.resizable() for storage in storages):  # not of a file: FSDP frees memory of tensors that are alive
+        return torch.cat(pieces)
     memory = (ctypes.c_byte * sum(piece.nbytes for piece in pieces)).from_address(first.data_ptr())
     memory.pieces = pieces  # type: ignore[attr-defined]  # keeps the memory alive as long as the view
     return torch.frombuffer(memory, dtype=first.dtype).view(-1, *first.shape[1:])
