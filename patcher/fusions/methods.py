@@ -187,7 +187,7 @@ def _are_equal(one: Any, other: Any, pairs: list[tuple[Any, Any]]) -> bool:
     pairs.append((one, other))  # they may refer to themselves
     if isinstance(one, FunctionType):
         values = zip(_state(one), _state(other), strict=True)
-        return one.__code__ is other.__code__ and all(_are_equal(first, second, pairs) for first, second in values)
+        return one.__code__ == other.__code__ and all(_are_equal(first, second, pairs) for first, second in values)
     try:
         if one == other:
             return True
