@@ -51,9 +51,7 @@ def command(function: Callable[..., Result]) -> Callable[..., None]:
             with contextlib.redirect_stdout(sys.stderr):
                 value, succeeded = function(**_combine(function.__name__, parameters, arguments))
         except _expected() as error:
-            is_usage = isinstance(error, InvalidPatcherError | PatchConflictError) or not isinstance(
-                error, PatcherError
-            )
+            is_usage = isinstance(error, _OF_USAGE) or not isinstance(error, PatcherError)
             typer.echo(f"error: {' '.join(str(error).split()) if isinstance(error, OSError) else error}", err=True)
             raise typer.Exit(2 if is_usage else 1) from error
         values = value if isinstance(value, list) else [value]
