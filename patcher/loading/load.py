@@ -50,8 +50,6 @@ class DryRun:
     has_checkpoint: bool = True
     files: tuple[str, ...] = ()
     runtime_layout: bool = False
-    #: the states of the load so far, the last of which says how far it came
-    reached: list[Request] = field(default_factory=list, compare=False)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

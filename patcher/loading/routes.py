@@ -101,11 +101,6 @@ class Routing:
             and {name for name, *_ in self.mismatched_keys} == {name for name, *_ in info.mismatched_keys}
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return what transformers returns for `output_loading_info`."""
-        names = ("missing_keys", "unexpected_keys", "mismatched_keys", "conversion_errors")
-        return {name: getattr(self, name) for name in names}
-
 
 # --- errors ----------------------------------------------------------------------------------------------------------
 

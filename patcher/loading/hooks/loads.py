@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -71,19 +71,16 @@ def from_pretrained(
     dry = state if isinstance(state, DryRun) else None
     token = _LOAD.set(request(cls, patcher, path, kwargs, dry))
     try:
-        try:
-            result = stock(cls, *args, **kwargs)
-        finally:
-            load = _LOAD.get()
-            if dry is not None and isinstance(load, Request) and load.in_force:  # maybe by the checkpoint's own config
-                dry.reached.append(load)
+        result = stock(cls, *args, **kwargs)
+        load = _LOAD.get()
         if type(load) is Request and load.requested:
             raise not_constructed_error(load)
-        if isinstance(load, Constructed) and dry is None:
+        if isinstance(load, Constructed):
             finish(load)
         return result
     finally:
-        _LOAD.reset(token)
+        if dry is None:  # otherwise `dry_run` takes the state
+            _LOAD.reset(token)
 
 
 def _request() -> Request | None:
@@ -227,6 +224,8 @@ def convert_and_load(
         load, state_dict, load_config, lambda checkpoint, config: stock(model, checkpoint, config, *args, **kwargs)
     )
     _LOAD.set(check_new_weights(loaded, info.unexpected_keys))
+    if load.dry_run is not None:
+        raise _EndOfDryRun
     return info, disk_index
 
 
@@ -236,8 +235,6 @@ def finalize(stock: Stock, model: PreTrainedModel, load_config: Any, loading_inf
     with construction_lock.held_for(type(model).__name__):
         if not isinstance(load, Loaded) or load.model is not model:
             return stock(model, load_config, loading_info)
-        if load.dry_run is not None:
-            return loading_info
         values, record = InitialValues(load), load.record
         with unreported(model, loading_info, missing=record.new_weights, unexpected=record.dropped_weights):
             info = stock(model, load_config, loading_info)
@@ -263,6 +260,10 @@ def load_from_state_dict(
     stock(self, state_dict, prefix, *args, **kwargs)
 
 
+class _EndOfDryRun(BaseException):
+    """Ends a dry run where a load would read weights."""
+
+
 def dry_run(
     model_class: type[PreTrainedModel], patcher: Patcher, checkpoint: dict[str, Any], run: DryRun, **options: Any
 ) -> tuple[Request | None, PatcherError | None]:
@@ -274,13 +275,11 @@ def dry_run(
     token = _LOAD.set(run)
     error: PatcherError | None = None
     try:
-        model_class.from_pretrained(None, state_dict=checkpoint, patcher=patcher, **options)
+        with suppress(_EndOfDryRun):
+            model_class.from_pretrained(None, state_dict=checkpoint, patcher=patcher, **options)
     except PatcherError as raised:
         error = raised
-    except Exception:
-        # Errors of later steps of transformers, on a model without weights, are meaningless.
-        if not (run.reached and isinstance(run.reached[-1], Loaded)):
-            raise
     finally:
+        load = current_load()
         _LOAD.reset(token)
-    return (run.reached[-1] if run.reached else None), error
+    return load, error
