@@ -164,9 +164,8 @@ def construct(load: Request, on_constructed: Callable[[Constructed], object]) ->
             )
     model = check_constructed(construction, load.model_class)
     outcome, record, outermost, models = summarize(construction, model)
-    strict = [entry for entry in load.requested if entry.patcher.strict]  # the others warn once, at the end
     diagnostics = Diagnostics(collects_errors=load.dry_run is not None)
-    diagnostics = diagnostics.with_unused(strict, outcome, load.model_class.__name__)
+    diagnostics = diagnostics.with_unused(load.requested, outcome, load.model_class.__name__)
     on_constructed(
         Constructed(
             **vars(load),
@@ -297,12 +296,6 @@ _NEXT_SEAM: dict[type[Request], str] = {
 }
 
 
-def with_lenient(load: Constructed) -> Diagnostics:
-    """Return the diagnostics of a load that reads no weights: those of patchers that aren't strict as well."""
-    lenient = [entry for entry in load.requested if not entry.patcher.strict]
-    return load.diagnostics.with_unused(lenient, load.outcome, load.model_class.__name__)
-
-
 def record_load(load: Constructed) -> None:
     """Store on the model what was patched: saves and later loads into it go by that."""
     store_record(load.models, load.record)
@@ -316,17 +309,15 @@ def finish(load: Constructed) -> None:
     Raises:
         PatcherError: transformers skipped one of the steps, so the weights aren't what was requested.
     """
-    diagnostics = load.diagnostics
     if type(load) is not Finalized:
         if not distributed_checkpoint(load.path, load.options):
             raise not_called(_NEXT_SEAM[type(load)])
         record_load(load)  # torch.distributed has read it
-        diagnostics = with_lenient(load)
     total = time.perf_counter() - load.started
     seconds = {"construction": load.seconds, "reading": total - load.seconds, "total": total}
     record = record_of(load.model) or load.record  # an adapter that was loaded as well may have changed it
-    load.model.__dict__[RECORD] = replace(record, seconds=seconds, warnings=diagnostics.warnings)
-    diagnostics.warn()
+    load.model.__dict__[RECORD] = replace(record, seconds=seconds, warnings=load.diagnostics.warnings)
+    load.diagnostics.warn()
 
 
 def finish_by_hand(construction: Construction, model: PreTrainedModel) -> None:

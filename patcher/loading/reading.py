@@ -29,7 +29,7 @@ from patcher.layouts.layouts import lies_in_blocks
 from patcher.layouts.sources import named_sources
 from patcher.layouts.transforms import converts, is_concatenation
 from patcher.loading.findings import fold_names, outcome_of_weights, sort_names
-from patcher.loading.load import Loaded, Selected, with_lenient
+from patcher.loading.load import Loaded, Selected
 from patcher.loading.router import Router, arrange_in_blocks
 from patcher.loading.routes import Routing, unfit_error
 from patcher.patterns import inside, parents
@@ -55,7 +55,7 @@ def read(
     dry_run = selected.dry_run
     if dry_run is not None and not dry_run.has_checkpoint:
         nothing = Routing()
-        return Loaded(**vars(selected) | {"diagnostics": with_lenient(selected)}, info=nothing), nothing, None
+        return Loaded(**vars(selected), info=nothing), nothing, None
     mapping = list(load_config.weight_mapping or [])
     routing = _route(selected, checkpoint, mapping, load_config)
     if dry_run is None and (problem := routing.problem or routing.failure):
@@ -162,10 +162,7 @@ def check_weights(
         outcome = outcome_of_weights(selected, routing, checkpoint, info.unexpected_keys)
         if selected.dry_run is None:
             tell_blocks(outcome)
-        for entry in selected.requested:
-            # A strict patcher was checked against the modules when these were constructed.
-            combined = outcome if entry.patcher.strict else selected.outcome | outcome
-            diagnostics = diagnostics.with_unused([entry], combined, selected.model_class.__name__)
+        diagnostics = diagnostics.with_unused(selected.requested, outcome, selected.model_class.__name__)
         weights = _Weights(selected, routing, info)
         added = selected.conversions.added
         if added and (routing.absent or any(is_concatenation(item.transform) for item in added)):
