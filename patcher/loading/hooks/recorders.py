@@ -35,39 +35,36 @@ class RecordOutput:
 
 @seam("transformers.utils.output_capturing:install_all_output_capturing_hooks", "model", "prefix")
 def install_output_hooks(stock: Stock, model: PreTrainedModel, prefix: str | None = None) -> None:
-    """Install all hooks of a patched model, or those of transformers and those of modules that it misses."""
+    """Install the hooks of a model that has patched modules; those of other models are transformers' own."""
     is_patched = record_of(model) is not None
-    if not is_patched:
+    requested: dict[str, Any] = {} if is_patched else model.__dict__.get("_can_record_outputs", {})
+    if not (is_patched or requested or [part for part in model.modules() if original_class(part) is not None]):
         stock(model, prefix)
+        return
     recorders = output_recorders(model)
-    requested: dict[str, Any] = model.__dict__.get("_can_record_outputs", {})
     replaced: set[tuple[str, str]] = set()
     for path, module in _modules_of(model, prefix or ""):
         if module is not model and isinstance(module, PreTrainedModel):
-            if is_patched:
-                install_output_hooks(stock, module, path)
+            install_output_hooks(stock, module, path)
             continue
         for key, recorder in recorders:
             if any(output == key and path.startswith(inside(outer)) for output, outer in replaced):
                 continue  # a part of a replacement, which is recorded in place of the original
             target: type[nn.Module] | None = recorder.target_class  # None where the path decides
             name, layer = recorder.class_name, recorder.layer_name
-            if _replaces(module, target):
+            original = original_class(module)
+            is_replaced = original is not None and target is not None and issubclass(original, target)
+            if is_replaced:
                 replaced.add((key, path))
-            # As transformers finds it: by its class, or by the end of its path.
-            if (target is not None and isinstance(module, target)) or (name is not None and path.endswith(name)):
-                is_recorded = is_patched
-            else:
-                is_recorded = _replaces(module, target) or _is_requested(module, requested.get(key))
+            is_recorded = (
+                is_replaced
+                or (target is not None and isinstance(module, target))
+                or (name is not None and path.endswith(name))
+                or _is_requested(module, requested.get(key))
+            )
             if is_recorded and (layer is None or f".{layer.strip('.')}." in f"{path}."):
                 module.register_forward_hook(RecordOutput(key, recorder.index, recorder.capture_initial_hidden_state))
-    if is_patched:
-        mark_recorded(model)
-
-
-def _replaces(module: nn.Module, target: type[nn.Module] | None) -> bool:
-    original = original_class(module)
-    return original is not None and target is not None and issubclass(original, target)
+    mark_recorded(model)
 
 
 def _is_requested(module: nn.Module, specs: Any) -> bool:
