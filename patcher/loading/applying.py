@@ -168,8 +168,7 @@ def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
     construction.root = model
     replace_functions(construction, model)
     resolution = construction.resolution = resolve_constructed((entry,), model, functions=construction.functions)
-    if resolution.fusion_plan.rebuilt:
-        path = min(resolution.fusion_plan.rebuilt)
+    for path in resolution.rebuilt:
         raise InvalidPatcherError(
             f"Patcher.apply can't fuse {path}: {resolution.fused[path].__qualname__} is constructed from arguments "
             "that a model in memory doesn't have. Give it a from_module, or load the model again with patcher=..."

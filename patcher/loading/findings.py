@@ -98,7 +98,7 @@ def outcome_of_modules(
 ) -> Outcome:
     """Return which parts of the patchers in force affected the modules of a model, and why the others didn't."""
     resolution: Resolution = construction.resolution or NO_CHANGE
-    plan, functions = resolution.fusion_plan, construction.functions or NO_FUNCTIONS
+    functions: Functions = construction.functions or NO_FUNCTIONS
     stock = [(path, stock_class(module)) for path, module in modules]
     places = tuple((path, cls.__name__) for path, cls in stock)
     classes = {cls.__name__: cls for _, cls in stock}
@@ -114,7 +114,8 @@ def outcome_of_modules(
         for key in patcher.module_mapping:
             unused[entry, "module_mapping", (key,)] = partial(_unmatched_path, "module_mapping:", key, places)
         for fusion in patcher.fusions:
-            fused, refused = plan.by_fusion.get(fusion, ()), plan.refused.get(fusion, {})
+            fused = [path for path, request in resolution.fusions.items() if request == fusion]
+            refused = resolution.refusals.get(fusion, {})
             # A layout on disk is that of a whole model, of which a part may be loaded: its weights are checked later.
             patterns = (fusion.modules if isinstance(fusion, Fusion) else ()) or ("**",) * (entry.origin != LAYOUT)
             for pattern in patterns:

@@ -220,10 +220,10 @@ def summarize(
         rules.setdefault(f"{match.field}[{match.key!r}]", {})[match.original.__name__] = None
     chosen = {id(replaced.module): not replaced.match.entry.is_registry for replaced in built}
     modules = list(named_modules(model))  # walked once: walks are a good part of the overhead of a patched load
-    plan = resolution.fusion_plan
-    fusions = plan.by_path
     patched = [
-        PatchedModule(path, original, unrebound(type(module)), chosen.get(id(module), True), fusions.get(path))
+        PatchedModule(
+            path, original, unrebound(type(module)), chosen.get(id(module), True), resolution.fusions.get(path)
+        )
         for path, module in modules
         if (original := original_class(module)) is not None
     ]
@@ -238,7 +238,7 @@ def summarize(
         in_force=construction.rules.entries,
         modules=tuple(patched),
         refused=dict(resolution.refused),
-        fusion_transforms=plan.transforms,
+        fusion_transforms=resolution.transforms,
         rules=(
             *((rule, tuple(names)) for rule, names in rules.items()),
             *((f"function_mapping[{item.keys[0][1]!r}]", (item.name,)) for item in functions.replaced),

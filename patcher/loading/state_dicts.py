@@ -162,7 +162,7 @@ def routes_from_scratch(
     fusions = record.fusion_transforms
     if record.fused and record.is_part:  # its names differ from those in the whole model
         built = patched_skeleton(record.model_class, model.config, record.in_force)
-        fusions = resolve_constructed(record.in_force, *built).fusion_plan.transforms
+        fusions = resolve_constructed(record.in_force, *built).transforms
     selected = select_conversions(conversions, record.patchers, fusions, record.replacements())
     if record.is_part and not record.modules:  # the patcher's conversions are for modules elsewhere
         selected = replace(selected, added=())

@@ -41,24 +41,6 @@ from patcher.spec.patcher import Patcher
 
 
 @dataclass(frozen=True, eq=False)
-class FusionPlan:
-    """The fusions of a resolution in detail: the paths that each one fuses, and those that it refuses, and why."""
-
-    by_fusion: Mapping[str | Fusion, tuple[str, ...]] = field(default_factory=dict)
-    refused: Mapping[str | Fusion, Mapping[str, str]] = field(default_factory=dict)
-    #: the paths of modules that are constructed again as the fused class; others are fused in place
-    rebuilt: frozenset[str] = frozenset()
-    layouts: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict)
-    #: the conversions of fusions that aren't layouts of one module
-    transforms: tuple[WeightTransform, ...] = ()
-
-    @property
-    def by_path(self) -> dict[str, str | Fusion]:
-        """Path of a fused module -> its fusion."""
-        return {path: fusion for fusion, paths in self.by_fusion.items() for path in paths}
-
-
-@dataclass(frozen=True, eq=False)
 class Resolution:
     """What a patcher does to one model.
 
@@ -78,6 +60,10 @@ class Resolution:
         added: the conversions that precede those of transformers.
         original_classes: path -> original class, for modules that are replaced or fused.
         functions: the functions that are replaced, and the classes that call them.
+        fusions: path -> the fusion that fuses the module.
+        refusals: fusion -> the modules that it leaves unchanged, and why.
+        layouts: path -> the layouts of a fused module.
+        transforms: the conversions of fusions that aren't layouts of one module.
     """
 
     classes: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
@@ -87,8 +73,17 @@ class Resolution:
     dropped: tuple[WeightTransform, ...] = ()
     added: tuple[WeightTransform, ...] = ()
     original_classes: Mapping[str, type[nn.Module]] = field(default_factory=dict, repr=False)
-    fusion_plan: FusionPlan = field(default_factory=FusionPlan, repr=False)
     functions: Functions = field(default=NO_FUNCTIONS, repr=False)
+    fusions: Mapping[str, str | Fusion] = field(default_factory=dict, repr=False)
+    refusals: Mapping[str | Fusion, Mapping[str, str]] = field(default_factory=dict, repr=False)
+    layouts: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict, repr=False)
+    transforms: tuple[WeightTransform, ...] = field(default=(), repr=False)
+
+    @property
+    def rebuilt(self) -> list[str]:
+        """The paths of modules that are constructed again as the fused class, the outer ones first."""
+        paths = [path for path, cls in self.fused.items() if not takes_modules(cls)]
+        return sorted(paths, key=lambda path: path.count("."))
 
     def __str__(self) -> str:
         lines = [f"{name}: {shown_name(cls)}" for name, cls in folded(self.replaced.items(), "(root)")]
@@ -142,8 +137,8 @@ def resolve(patcher: Patcher, model_class: type[PreTrainedModel], config: Pretra
     entries = (InForce(patcher, "resolve()"),)
     model, functions = patched_skeleton(model_class, config, entries)
     resolution = resolve_constructed(entries, model, functions)
-    transforms, replaced = resolution.fusion_plan.transforms, resolution.replaced.items()
-    selected = select_conversions(stock_conversions(model), [patcher], transforms, replaced)
+    replaced = resolution.replaced.items()
+    selected = select_conversions(stock_conversions(model), [patcher], resolution.transforms, replaced)
     return replace(
         resolution,
         dropped=tuple(dict.fromkeys(transform for transform, _ in selected.dropped)),
@@ -164,10 +159,9 @@ def resolve_constructed(
     matches = {cls: rules.match(cls) for cls in originals.values()}
 
     fused: dict[str, type[nn.Module]] = {}
-    refused: dict[str, str] = {}
+    fusions: dict[str, str | Fusion] = {}
     claimed: dict[str, str | Fusion] = {}
-    by_fusion: dict[str | Fusion, tuple[str, ...]] = {}
-    refused_by: dict[str | Fusion, Mapping[str, str]] = {}
+    refusals: dict[str | Fusion, Mapping[str, str]] = {}
     transforms: list[WeightTransform] = []
     layouts: dict[str, tuple[Layout, ...]] = {}
     for request in dict.fromkeys(fusion for entry in entries for fusion in entry.patcher.fusions):
@@ -186,30 +180,25 @@ def resolve_constructed(
                     f"{replaced[path].__qualname__}; take one of them away."
                 )
         kept = {path: carried.layouts for path, carried in already.items() if carried.fusion == name_or_fusion(fusion)}
-        by_fusion[request] = (*kept, *findings.matches)
-        fused |= {path: unrebound(type(modules[path])) for path in kept}
-        fused |= findings.classes
-        layouts |= kept
-        layouts |= findings.layouts
-        refused |= findings.refused
-        refused_by[request] = findings.refused
+        fusions |= dict.fromkeys((*kept, *findings.matches), request)
+        fused |= {**{path: unrebound(type(modules[path])) for path in kept}, **findings.classes}
+        layouts |= {**kept, **findings.layouts}
+        refusals[request] = findings.refused
 
+    refused = {path: reason for reasons in refusals.values() for path, reason in reasons.items() if path not in fused}
     return Resolution(
         classes=MappingProxyType({cls: match.replacement for cls, match in matches.items() if match is not None}),
         replaced=MappingProxyType(replaced),
         fused=MappingProxyType(fused),
-        refused=MappingProxyType({path: reason for path, reason in refused.items() if path not in fused}),
+        refused=MappingProxyType(refused),
         functions=functions,
         original_classes=MappingProxyType(
             {path: originals.get(path, type(modules[path])) for path in (*replaced, *fused)}
         ),
-        fusion_plan=FusionPlan(
-            by_fusion=MappingProxyType(by_fusion),
-            refused=MappingProxyType(refused_by),
-            rebuilt=frozenset(path for path, cls in fused.items() if not takes_modules(cls)),
-            layouts=MappingProxyType({path: layout for path, layout in layouts.items() if layout}),
-            transforms=tuple(transforms),
-        ),
+        fusions=MappingProxyType(fusions),
+        refusals=MappingProxyType(refusals),
+        layouts=MappingProxyType({path: layout for path, layout in layouts.items() if layout}),
+        transforms=tuple(transforms),
     )
 
 
@@ -265,47 +254,45 @@ def rebuild_fused_modules(construction: Construction, model: PreTrainedModel) ->
     if all(is_builtin(fusion) for entry in construction.rules.entries for fusion in entry.patcher.fusions):
         return
     if construction.resolution is not None:
-        fusion = next(iter(construction.resolution.fusion_plan.by_path.values()))
+        fusion = next(iter(construction.resolution.fusions.values()))
         raise PatchConstructionError(
             f"{type(model).__name__}.__init__ changes modules after post_init, where {fusion!r} has constructed some "
             "again. Let post_init be the last that it calls, or give the fused class a from_module."
         )
     resolution = _resolution_of(construction, model)
-    if not resolution.fusion_plan.rebuilt:
+    if not resolution.rebuilt:
         construction.resolution = None  # its __init__ may still change the model
         return
-    fusions = resolution.fusion_plan.by_path
     rebuilt_modules: dict[int, nn.Module] = {}
     before = list(named_modules(model))
-    # The outer ones first: constructing these constructs the inner ones again.
-    for path in sorted(resolution.fusion_plan.rebuilt, key=lambda path: path.count(".")):
-        cls = resolution.fused[path]
+    for path in resolution.rebuilt:  # constructing the outer ones constructs the inner ones again
+        cls, fusion = resolution.fused[path], resolution.fusions[path]
         parent, _, name = path.rpartition(".")
         children = model.get_submodule(parent)._modules
         module: Any = children.get(name)
         if type(module) is cls:
             continue  # of a part that was loaded separately
         if id(module) not in rebuilt_modules:
-            entry = next(entry for entry in construction.rules.entries if fusions[path] in entry.patcher.fusions)
-            match = Match(fusions[path], cls, entry, type(module), "fusions")
+            entry = next(entry for entry in construction.rules.entries if fusion in entry.patcher.fusions)
+            match = Match(fusion, cls, entry, type(module), "fusions")
             rebuilt_modules[id(module)] = rebuilt(construction, path, module, match)
         children[name] = rebuilt_modules[id(module)]
-    check_left_behind(before, model, fusions)
+    check_left_behind(before, model, resolution.fusions)
 
 
 def fuse_constructed_modules(construction: Construction, model: PreTrainedModel) -> None:
     """Fuse the constructed modules of a model, with initial values, or on the meta device in a load."""
     resolution = _resolution_of(construction, model)
-    plan, classes, fusions = resolution.fusion_plan, resolution.fused, resolution.fusion_plan.by_path
+    classes, fusions = resolution.fused, resolution.fusions
     if not classes:
         return
-    before = list(named_modules(model))
-    modules = {path: model.get_submodule(path) for path in classes if path not in plan.rebuilt}
+    before, rebuilt_paths = list(named_modules(model)), resolution.rebuilt
+    modules = {path: model.get_submodule(path) for path in classes if path not in rebuilt_paths}
     # Modules of parts that were loaded separately are fused already.
     unfused = [path for path, module in modules.items() if unrebound(type(module)) is not classes[path]]
     in_place = [path for path in unfused if issubclass(classes[path], FusedModule)]
     names = {fusion: name_or_fusion(fusion) for fusion in dict.fromkeys(fusions.values())}
-    layouts = {path: plan.layouts.get(path, ()) for path in unfused}
+    layouts = {path: resolution.layouts.get(path, ()) for path in unfused}
     # Under `torch.device(...)` each access to a tensor goes through a mode; families of patcher don't need it.
     with DisableTorchFunction() if all(map(is_builtin, names)) else nullcontext():
         fuse_in_place((modules[path], layouts[path], type(modules[path]), names[fusions[path]]) for path in in_place)

@@ -88,7 +88,7 @@ def describe_patcher(
     if not described.patches:
         raise described.error(f"{patcher!r} changes no class and no function of {modeling.__name__}.")
     of_classes = (transform for cls in patcher.class_mapping.values() for transform in conversions_of(cls))
-    conversions = (*resolution.fusion_plan.transforms, *patcher.extra_weight_conversions, *of_classes)
+    conversions = (*resolution.transforms, *patcher.extra_weight_conversions, *of_classes)
     declared = (*patcher.filtered_weight_conversion_patterns, *patcher.new_weights, *patcher.dropped_weights)
     if layouts or conversions or declared:
         own_layouts = (name for name, cls in replaced.items() if isinstance(cls, type) and conversions_of(cls))
@@ -157,8 +157,7 @@ class _Description(NamedTuple):
                 f"the fusions {list(self.patcher.fusions)!r} find nothing to fuse in "
                 f"{type(self.stock).__name__}{': ' + refused if refused else ''}."
             )
-        plan = resolution.fusion_plan
-        fusions = {path: fusion_named(fusion) for fusion, paths in plan.by_fusion.items() for path in paths}
+        fusions = {path: fusion_named(fusion) for path, fusion in resolution.fusions.items()}
         #: original class, or the fused class itself if it replaces modules of torch -> path -> fused class
         groups: dict[type[nn.Module], dict[str, Any]] = {}
         for path, cls in resolution.fused.items():
