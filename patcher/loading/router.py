@@ -422,12 +422,12 @@ class Router:
                 elif keeps and is_of_bytes and resolved.name.startswith(replaced):
                     target = self.state.get(resolved.name)
                     is_kept = target is None or is_quantized_tensor(target)
-                    self.problems["replaced"] += () if is_kept else keys.values()
+                    self.problems["quantized"] += () if is_kept else keys.values()
         unchanged = {target for target, _ in experts.values()}
         for route in self.routing.routes if keeps else ():
             targets = self.state.keys() & set(route.parameters) - unchanged if route.layout is not None else ()
             if any(is_quantized_tensor(self.state[target]) for target in targets):
-                self.problems["unquantized"] += {*route.keys} - {*self.problems["quantized"]}
+                self.problems["quantized"] += route.keys
 
 
 def arrange_in_blocks(rest: dict[str, Any], keys: Mapping[str, str], layouts: Iterable[Layout]) -> None:

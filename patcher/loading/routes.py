@@ -109,17 +109,9 @@ _LACKS = "Parameters of the patched model are made of several tensors, of which 
 #: Kind of problem -> the line before the listed tensors, and the advice after them.
 _TEXTS = {
     "quantized": (
-        "The checkpoint is quantized, and so are these weights, which the patcher converts:",
-        "Fuse the full-precision checkpoint, and quantize that while it loads.",
-    ),
-    "replaced": (
-        "The checkpoint is quantized, and so are these weights, for which the patcher has layers that aren't:",
-        "Replace the layers of the full-precision checkpoint, and quantize that while it loads.",
-    ),
-    "unquantized": (
-        "The checkpoint is quantized, and it has these weights in full precision, which the patcher converts to "
-        "quantized layers:",
-        "Fuse the full-precision checkpoint, and quantize that while it loads.",
+        "The checkpoint is quantized, and the patcher converts or replaces the layers of these weights, so that they "
+        "wouldn't be read as what they are:",
+        "Load the full-precision checkpoint with the patcher, and quantize that while it loads.",
     ),
     "failed": (
         "Conversions of this load fail for weights that a fusion takes:",

@@ -339,8 +339,8 @@ def test_of_quantized_weights_no_others_are_made(
 ) -> None:
     LlamaForCausalLM.from_pretrained(llama, quantization_config=quantizer()).save_pretrained(tmp_path)
     part = "q_proj" if patcher is FUSED_QKV else "gate_proj"
-    advice = r"Fuse the full-precision checkpoint, and quantize that while it loads\.\Z"
-    pattern = rf"quantized, and so are these weights(?s:.*){part}(?s:.*){advice}"
+    advice = r"Load the full-precision checkpoint with the patcher, and quantize that while it loads\.\Z"
+    pattern = rf"quantized, and the patcher converts or replaces(?s:.*){part}(?s:.*){advice}"
     with pytest.raises(PatchedWeightsError, match=pattern):
         LlamaForCausalLM.from_pretrained(tmp_path, patcher=patcher)
 
@@ -352,7 +352,8 @@ def test_what_isnt_quantized_in_a_file_cant_be_in_the_model(
     """Stock leaves stacks as they are, and as layers its quantizer takes them for quantized ones."""
     MixtralForCausalLM.from_pretrained(mixtral, quantization_config=quantizer()).save_pretrained(tmp_path)
     with pytest.raises(
-        PatchedWeightsError, match=r"these weights in full precision(?s:.*)experts(?s:.*)Fuse the full-prec"
+        PatchedWeightsError,
+        match=r"converts or replaces(?s:.*)experts(?s:.*)Load the full-prec",
     ):
         MixtralForCausalLM.from_pretrained(tmp_path, patcher=Patcher(fusions="sequential_experts"))
 
@@ -371,7 +372,7 @@ class OwnLinear(nn.Module):
 def test_integers_are_not_the_weight_of_a_layer_that_isnt_quantized(llama: Path, tmp_path: Path) -> None:
     LlamaForCausalLM.from_pretrained(llama, quantization_config=bnb_int8()).save_pretrained(tmp_path)
     patcher = Patcher(module_mapping={"model.layers.0.self_attn.o_proj": OwnLinear})
-    with pytest.raises(PatchedWeightsError, match=r"for which the patcher has layers that aren't:\n.*o_proj\.SCB"):
+    with pytest.raises(PatchedWeightsError, match=r"converts or replaces(?s:.*):\n.*o_proj\.SCB"):
         LlamaForCausalLM.from_pretrained(tmp_path, patcher=patcher)
     assert not plan(tmp_path, patcher).ok
 
@@ -414,7 +415,7 @@ def test_a_plan_says_so_too(llama: Path, tmp_path: Path) -> None:
     LlamaForCausalLM.from_pretrained(llama, quantization_config=bnb_int8()).save_pretrained(tmp_path)
     found = plan(tmp_path, GATE_UP)
     assert not found.ok
-    assert re.search("Fuse the full-precision checkpoint", str(found))
+    assert re.search("Load the full-precision checkpoint", str(found))
 
 
 # --- saving --------------------------------------------------------------------------------------------------------

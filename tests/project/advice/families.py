@@ -146,7 +146,7 @@ def a_root_that_is_no_model(at: Place) -> Steps:
     assert same(load(at.llama, Patcher({"LlamaForCausalLM": Model})), at.llama)
 
 
-@advice("Fuse the full-precision checkpoint, and quantize that while it loads.")
+@advice("Load the full-precision checkpoint with the patcher, and quantize that while it loads.")
 def a_checkpoint_that_is_quantized(at: Place) -> Steps:
     config = BitsAndBytesConfig(load_in_8bit=True)
     load(at.llama, quantization_config=config).save_pretrained(at.tmp / "int8")
@@ -169,7 +169,7 @@ def an_export_of_a_quantized_checkpoint(at: Place) -> Steps:
     assert type(model.model.layers[0].self_attn.qkv_proj).__name__ == "Linear8bitLt"
 
 
-@advice("Replace the layers of the full-precision checkpoint, and quantize that while it loads.")
+@advice("Load the full-precision checkpoint with the patcher, and quantize that while it loads.")
 def a_replaced_layer_of_a_quantized_checkpoint(at: Place) -> Steps:
     class OwnLinear(nn.Linear):
         """No layer that the quantizer takes."""
