@@ -174,8 +174,9 @@ class InitialValues:
                 self._assign(key, value)
         # Random values were drawn anew, also in buffers and attributes that belong to these weights.
         self.buffers |= dict(self._computed(path, module))
+        before = dict(built.module.named_modules())
         for name, part in module.named_modules():
-            first = module_at(built.module, name)
+            first = before.get(name)
             if first is not None and type(first) is type(part):  # not a quantizer's, or a fusion's
                 first.__dict__.update((key, value) for key, value in attributes(part) if _holds_tensors(value))
 
@@ -309,14 +310,6 @@ def _holds_tensors(value: Any) -> bool:
     """Whether a plain attribute holds tensors, and no parameter."""
     tensors = tensors_in(value, lambda module: True)
     return bool(tensors) and not any(isinstance(tensor, nn.Parameter) for tensor in tensors)
-
-
-def module_at(module: nn.Module, path: str) -> nn.Module | None:
-    """Return the submodule at a path, None if there is none."""
-    try:
-        return module.get_submodule(path)
-    except AttributeError:
-        return None
 
 
 def _set(model: nn.Module, key: str, parameter: nn.Parameter) -> None:

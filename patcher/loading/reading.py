@@ -41,12 +41,11 @@ def read(
     checkpoint: Mapping[str, Any],
     load_config: Any,
     read_weights: Callable[[Mapping[str, Any], Any], tuple[Any, Any]],
-) -> tuple[Loaded, Any, Any]:
-    """Check the names and shapes of a checkpoint, then have its weights read.
+) -> Loaded:
+    """Check the names and shapes of a checkpoint, then have its weights read, and check what became of them.
 
     Args:
-        read_weights: called with a checkpoint and a load config; returns the loading info and the offload index, which
-            are returned with the next state of the load.
+        read_weights: called with a checkpoint and a load config; returns the loading info and the offload index.
 
     Raises:
         UnmatchedPatchError: a filter or a conversion had no effect.
@@ -54,22 +53,23 @@ def read(
     """
     dry_run = selected.dry_run
     if dry_run is not None and not dry_run.has_checkpoint:
-        nothing = Routing()
-        return Loaded(**vars(selected), info=nothing), nothing, None
+        return Loaded(**vars(selected), info=Routing())
     mapping = list(load_config.weight_mapping or [])
     routing = _route(selected, checkpoint, mapping, load_config)
-    if dry_run is None and (problem := routing.problem or routing.failure):
-        raise problem
-    is_predictable = not is_prequantized(load_config.hf_quantizer) and not routing.conversion_errors
-    route_stock = cache(partial(stock_routing, selected, checkpoint))
-    check = partial(check_weights, selected, routing, checkpoint, stock_routing=route_stock)
-    loaded = check(routing) if is_predictable or dry_run is not None else None
-    if dry_run is not None and loaded is not None:
+    check = partial(
+        check_weights, selected, routing, checkpoint, stock_routing=cache(partial(stock_routing, selected, checkpoint))
+    )
+    if dry_run is not None:
+        loaded = check(routing)
         for name, parameter in named_parameters(loaded.model):  # so that transformers' own rules apply as in a load
             if name not in routing.absent:
                 mark_initialized(parameter)
         settle_keys(loaded.model, routing)
-        return loaded, routing, None
+        return loaded
+    if problem := routing.problem or routing.failure:
+        raise problem
+    is_predictable = not is_prequantized(load_config.hf_quantizer) and not routing.conversion_errors
+    loaded = check(routing) if is_predictable else None
     weights, conversions = dict(routing.rest), mapping
     if selected.runtime_layout:  # the renamings of transformers have been applied; the others are a quantizer's
         conversions = [item for item in mapping if isinstance(item, WeightConverter)]
@@ -80,7 +80,7 @@ def read(
     set_used_conversions(selected.model, mapping, None if routing.is_runtime_layout else routing.used)
     if loaded is None or not routing.agrees_with(info):
         loaded = check(info)
-    return replace(loaded, info=info, disk_index=disk_index), info, disk_index
+    return replace(loaded, info=info, disk_index=disk_index)
 
 
 def stock_routing(selected: Selected, checkpoint: Mapping[str, Any]) -> Routing:

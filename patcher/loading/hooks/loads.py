@@ -220,13 +220,13 @@ def convert_and_load(
         if type(load) is Request:
             check_new_weights(load, info.unexpected_keys)
         return info, disk_index
-    loaded, info, disk_index = read(
+    loaded = read(
         load, state_dict, load_config, lambda checkpoint, config: stock(model, checkpoint, config, *args, **kwargs)
     )
-    _LOAD.set(check_new_weights(loaded, info.unexpected_keys))
+    _LOAD.set(check_new_weights(loaded, loaded.info.unexpected_keys))
     if load.dry_run is not None:
         raise _EndOfDryRun
-    return info, disk_index
+    return loaded.info, loaded.disk_index
 
 
 @seam("transformers.modeling_utils:PreTrainedModel._finalize_model_loading", "model", "load_config", "loading_info")
