@@ -38,7 +38,7 @@ from patcher.loading.initial_values import frozen_parameters
 from patcher.loading.record import RECORD, PatchedModule, PatchRecord, record_of, store_record
 from patcher.loading.routes import Routing
 from patcher.loading.state_dicts import carry_routes
-from patcher.resolution.resolution import NO_CHANGE, Resolution, fuse_constructed_modules
+from patcher.resolution.resolution import NO_CHANGE, Resolution
 from patcher.spec.fingerprints import check_pins
 
 
@@ -318,10 +318,3 @@ def finish(load: Constructed) -> None:
     record = record_of(load.model) or load.record  # an adapter that was loaded as well may have changed it
     load.model.__dict__[RECORD] = replace(record, seconds=seconds, warnings=load.diagnostics.warnings)
     load.diagnostics.warn()
-
-
-def finish_by_hand(construction: Construction, model: PreTrainedModel) -> None:
-    """Fuse a model that was built without a checkpoint, by `Model(config)` or `from_config`, and store its record."""
-    fuse_constructed_modules(construction, model)
-    construction.outcome, record, _, models = summarize(construction, model)
-    store_record(models, record)

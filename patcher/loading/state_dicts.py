@@ -250,7 +250,11 @@ def original_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         PatchedWeightsError: some of it can't be restored.
     """
     check_module(model)
-    result, _ = separated(carriers_in(model), _gathered(model))
+    state_dict: dict[str, torch.Tensor] = model.state_dict()
+    if any(value.is_meta for value in state_dict.values()):
+        state_dict = {**state_dict, **get_state_dict_offloaded_model(model)}
+    gathered = {key: full_tensor(value) for key, value in state_dict.items()}
+    result, _ = separated(carriers_in(model), gathered)
     for path, part, record in patched_models(model):
         prefix = inside(in_state_dict(path))
         inner = {key.removeprefix(prefix): value for key, value in result.items() if key.startswith(prefix)}
@@ -353,14 +357,6 @@ def stock_parameter_names(model: nn.Module) -> list[str]:
         for path, part, record in patched_models(model)
         for name, _ in named_parameters(skeleton(record.model_class, part.config))
     ]
-
-
-def _gathered(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state dict of a model with offloaded and sharded tensors."""
-    state_dict: dict[str, torch.Tensor] = model.state_dict()
-    if any(value.is_meta for value in state_dict.values()):
-        state_dict = {**state_dict, **get_state_dict_offloaded_model(model)}
-    return {key: full_tensor(value) for key, value in state_dict.items()}
 
 
 def _as_in_transformers(

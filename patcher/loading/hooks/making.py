@@ -19,7 +19,8 @@ from patcher.construction.lock import construction_lock
 from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.loading.findings import Diagnostics
 from patcher.loading.initial_values import preserve_computed_buffers
-from patcher.loading.load import check_constructed, check_supported, finish_by_hand
+from patcher.loading.load import check_constructed, check_supported, summarize
+from patcher.loading.record import store_record
 from patcher.patterns import inside
 from patcher.resolution.resolution import (
     fuse_constructed_modules,
@@ -118,10 +119,11 @@ def _finish(construction: Construction, model: PreTrainedModel) -> None:
     """Fuse a model at the end of its `__init__`: it is fully constructed, and no quantizer has changed it."""
     _apply_mappings(construction, model)  # it may have gone on after `post_init`
     construction.modules.clear()  # which would keep the layers that are joined
-    if construction.by_hand:
-        finish_by_hand(construction, model)
-    elif not construction.is_skeleton:
+    if not construction.is_skeleton:
         fuse_constructed_modules(construction, model)
+    if construction.by_hand:  # no load goes on with it
+        construction.outcome, record, _, models = summarize(construction, model)
+        store_record(models, record)
 
 
 def _check_ties(construction: Construction, model: PreTrainedModel) -> None:
