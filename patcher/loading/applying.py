@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import Context
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +49,7 @@ from patcher.loading.findings import Diagnostics, outcome_of_modules
 from patcher.loading.in_memory import Weights, copy_hooks, move_attributes, transplant, unfuse
 from patcher.loading.initial_values import InitialValues, skip_complete
 from patcher.loading.load import Constructed, Loaded, Request, check_supported, construct, select, summarize
-from patcher.loading.reading import check_weights, stock_routing
+from patcher.loading.reading import check_weights
 from patcher.loading.record import RECORD, PatchedModule, PatchRecord, joined_record, patched_now, store_record
 from patcher.loading.router import Router
 from patcher.loading.saving import saved_state_dict
@@ -208,8 +207,7 @@ def _replaced(
     routing = router.run()
     if problem := routing.problem or routing.failure:
         raise problem
-    route_stock = partial(stock_routing, selected, checkpoint)
-    loaded = check_weights(selected, routing, checkpoint, routing, route_stock)
+    loaded = check_weights(selected, routing, checkpoint, routing)
     loaded.diagnostics.warn()
     InitialValues(loaded).restore(LoadStateDictConfig(device_map={"": model.device}, dtype=model.dtype))
     record = loaded.record

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -56,9 +56,7 @@ def read(
         return Loaded(**vars(selected), info=Routing())
     mapping = list(load_config.weight_mapping or [])
     routing = _route(selected, checkpoint, mapping, load_config)
-    check = partial(
-        check_weights, selected, routing, checkpoint, stock_routing=cache(partial(stock_routing, selected, checkpoint))
-    )
+    check = partial(check_weights, selected, routing, checkpoint)
     if dry_run is not None:
         loaded = check(routing)
         for name, parameter in named_parameters(loaded.model):  # so that transformers' own rules apply as in a load
@@ -81,13 +79,6 @@ def read(
     if loaded is None or not routing.agrees_with(info):
         loaded = check(info)
     return replace(loaded, info=info, disk_index=disk_index)
-
-
-def stock_routing(selected: Selected, checkpoint: Mapping[str, Any]) -> Routing:
-    """Return the routing of a checkpoint into the stock model."""
-    stock = skeleton(selected.record.model_class, selected.model.config)
-    conversions = stock_conversions(stock, dict(selected.key_mapping) if selected.key_mapping else None)
-    return Router(stock, checkpoint, conversions).run()
 
 
 def _route(selected: Selected, checkpoint: Mapping[str, Any], mapping: list[Any], load_config: Any) -> Routing:
@@ -137,13 +128,7 @@ def _route_runtime_layout(model: PreTrainedModel, checkpoint: Mapping[str, Any],
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 
-def check_weights(
-    selected: Selected,
-    routing: Routing,
-    checkpoint: Mapping[str, Any],
-    info: Any,
-    stock_routing: Callable[[], Routing],
-) -> Loaded:
+def check_weights(selected: Selected, routing: Routing, checkpoint: Mapping[str, Any], info: Any) -> Loaded:
     """Check by the loading info, or an expected one, that the weights are what was requested, and record them.
 
     Raises:
@@ -163,11 +148,9 @@ def check_weights(
         if selected.dry_run is None:
             tell_blocks(outcome)
         diagnostics = diagnostics.with_unused(selected.requested, outcome, selected.model_class.__name__)
-        weights = _Weights(selected, routing, info)
-        added = selected.conversions.added
-        if added and (routing.absent or any(is_concatenation(item.transform) for item in added)):
-            diagnostics = diagnostics.with_error(weights.joining_error(stock_routing()), strict=True)
-        diagnostics = diagnostics.with_error(weights.error(stock_routing), strict=selected.strict)
+        weights = _Weights(selected, routing, checkpoint, info)
+        diagnostics = diagnostics.with_error(weights.joining_error(), strict=True)
+        diagnostics = diagnostics.with_error(weights.error(), strict=selected.strict)
         changes |= {"new_weights": weights.new, "dropped_weights": weights.dropped}
     values = vars(selected) | {"record": replace(selected.record, **changes), "diagnostics": diagnostics}
     return Loaded(**values, info=info, routing=routing)
@@ -176,8 +159,8 @@ def check_weights(
 class _Weights:
     """The weights of replaced modules that are `absent` or `left_over`, without declared `new` and `dropped` ones."""
 
-    def __init__(self, selected: Selected, routing: Routing, info: Any) -> None:
-        self.selected, self.routing, self.info = selected, routing, info
+    def __init__(self, selected: Selected, routing: Routing, checkpoint: Mapping[str, Any], info: Any) -> None:
+        self.selected, self.routing, self.checkpoint, self.info = selected, routing, checkpoint, info
         self.model = model = selected.model
         self.patchers = [entry.patcher for entry in selected.in_force if not entry.is_registry]
         # Errors of a quantizer's conversions are raised by transformers, at the end.
@@ -211,33 +194,41 @@ class _Weights:
         expressions = [text for patcher in self.patchers for text in getattr(patcher, field)]
         return [key for key in keys if any(search(text, key) for text in expressions)]
 
-    def joining_error(self, stock: Routing) -> PatchedWeightsError | None:
+    @cached_property
+    def stock(self) -> Routing:
+        """The routing of the checkpoint into the stock model."""
+        stock, mapping = skeleton(self.selected.record.model_class, self.model.config), self.selected.key_mapping
+        return Router(stock, self.checkpoint, stock_conversions(stock, dict(mapping) if mapping else None)).run()
+
+    def joining_error(self) -> PatchedWeightsError | None:
         """Return the error for parts that patchers join, and that are missing or don't fit the stock model."""
+        added = self.selected.conversions.added
+        if not added or not (self.routing.absent or any(is_concatenation(item.transform) for item in added)):
+            return None
         absent, resolve = self.routing.absent - ties(self.model).keys() - {*self.new}, self.routing.resolve
-        sources = {name: key for name in stock.missing_keys if absent and (key := resolve(name)).added}
+        sources = {name: key for name in self.stock.missing_keys if absent and (key := resolve(name)).added}
         joining = [item for item in self.routing.routes if item.added and is_concatenation(item.added[-1].transform)]
         parts = {name for item in joining for name in item.stock}
         misfits = [
             f"{name}: found {tuple(shape)}, expected {tuple(expected)}"
-            for name, shape, expected in sorted(stock.mismatched_keys)
+            for name, shape, expected in sorted(self.stock.mismatched_keys)
             if name in parts
         ]
         lacking = [name for name, key in sources.items() if key.name in absent]
         return unfit_error({"lacking": lacking, "misfits": misfits})
 
-    def error(self, stock_routing: Callable[[], Routing]) -> PatchedWeightsError | None:
+    def error(self) -> PatchedWeightsError | None:
         """Return the error for absent and left over weights, without those that the stock load would report too."""
         if error := self._unfused_layout_error():
             return error
         if self.absent or self.left_over:
-            stock = stock_routing()
             # What is missing or left over in fused modules of a runtime layout, stock knows by no name.
             fused, is_stock = fused_modules(self.model), not self.routing.is_runtime_layout
             layouts = [layout for carrier in fused if is_stock for layout in carrier.fused]
             own = tuple(inside(carrier.path) for carrier in fused if not is_stock)
             parts_of = {name: layout.stock for layout in layouts for name in layout.fused}
-            self.absent = {key for key in self.absent if not stock.absent.issuperset(parts_of.get(key, (key,)))}
-            self.left_over -= {key for key in stock.unexpected_keys if not key.startswith(own)}
+            self.absent = {key for key in self.absent if not self.stock.absent.issuperset(parts_of.get(key, (key,)))}
+            self.left_over -= {key for key in self.stock.unexpected_keys if not key.startswith(own)}
         if not self.patchers or not (self.absent or self.left_over):
             return None
         return PatchedWeightsError(self._text())
