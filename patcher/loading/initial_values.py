@@ -91,7 +91,10 @@ class InitialValues:
         prefixes = tuple(inside(path) for path, _ in self.replaced)
         #: parameters outside of replacements, which transformers initialises
         self.drawn = {key for key in absent if not (prefixes and key.startswith(prefixes))}
-        self.draws_as_stock = bool(self.drawn and self._drawn_layouts())
+        #: the layouts of fusions of which the checkpoint has nothing
+        self.drawn_layouts = (
+            [item for item in self._layouts if self.drawn.issuperset(item.fused)] if self.drawn else []
+        )
         self.random_state = torch.get_rng_state()
         self.buffers = {
             key: buffer for path, built in self.replaced for key, buffer in self._computed(path, built.module)
@@ -115,7 +118,7 @@ class InitialValues:
             PatchConstructionError: the initial value of a new weight can't be known.
         """
         self.config, self.device_map = load_config, load_config.device_map or {"": "cpu"}
-        for key, tensor in self._drawn_values().items() if self.draws_as_stock else ():
+        for key, tensor in self._drawn_values().items() if self.drawn_layouts else ():
             parameter = self.model.get_parameter(key)  # which may be tied
             if type(parameter) is nn.Parameter and not parameter.is_meta and not isinstance(parameter.data, DTensor):
                 parameter.data.copy_(tensor)
@@ -234,17 +237,13 @@ class InitialValues:
     def _layouts(self) -> list[Layout]:
         return [layout for carrier in fused_modules(self.model) for layout in carrier.fused]
 
-    def _drawn_layouts(self) -> list[Layout]:
-        """Return the layouts of fusions of which the checkpoint has nothing."""
-        return [layout for layout in self._layouts if self.drawn.issuperset(layout.fused)]
-
     def _drawn_values(self) -> dict[str, torch.Tensor]:
         """Draw the missing weights outside of replacements on a stock model, from the random state of before.
 
         Stock draws a stack of experts as one parameter, and sets biases of linear layers to zero: its `_init_weights`
         wouldn't find those that a fused module itself has.
         """
-        layouts, model_class = self._drawn_layouts(), self.load.record.model_class
+        layouts, model_class = self.drawn_layouts, self.load.record.model_class
         others = self.drawn - {name for layout in layouts for name in layout.fused}
         torch.set_rng_state(self.random_state)
         with construction_lock.held_for(model_class.__name__):
