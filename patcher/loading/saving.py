@@ -52,6 +52,8 @@ class SavePlan:
     #: whether experts that the checkpoint has one by one are returned as they are in the model; not for files, since
     #: stock saves what it splits from one stack into one shard
     unstacks: bool = False
+    #: the tensors of a part of the model, by their names in the state dict: see `split`
+    state: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def fusions(self) -> tuple[str | Fusion, ...]:
@@ -94,28 +96,28 @@ class SavePlan:
             )
         return result
 
-    def split(self, names: Iterable[str]) -> list[tuple[SavePlan, list[str]]]:
-        """Split the names of a state dict into parts that are saved independently, in the order of a save.
+    def split(self, state_dict: Mapping[str, Any]) -> list[SavePlan]:
+        """Return plans for the parts of a state dict that are saved independently, in the order of a save.
 
         A part is a numbered layer, a module that carries layouts, or a tensor; or all of the model, if several of
         these are converted together.
         """
-        names, paths = list(names), {in_state_dict(carrier.path) for carrier in self.carrying}
+        whole, paths = replace(self, state=state_dict), {in_state_dict(carrier.path) for carrier in self.carrying}
         if "" in paths or any(map(depends_on_others, self.conversions)):
-            return [(self, names)]
+            return [whole]
 
         def head_of(name: str) -> str:
             heads = accumulate(name.split("."), "{}.{}".format)
             return next((head for head in heads if head in paths or head[-1].isdigit()), name)
 
-        names_of: dict[str, list[str]] = defaultdict(list)
-        for name in names:
-            names_of[head_of(name)].append(name)
+        states: dict[str, dict[str, Any]] = defaultdict(dict)
+        for name, value in state_dict.items():
+            states[head_of(name)][name] = value
         carrying: dict[str, list[Carrier]] = defaultdict(list)
         for carrier in self.carrying:
             carrying[head_of(in_state_dict(carrier.path))].append(carrier)
         is_sorted = self.conversions or (self.record is not None and self.record.read)
-        heads = sorted(names_of, key=dot_natural_key) if is_sorted else list(names_of)
+        heads = sorted(states, key=dot_natural_key) if is_sorted else list(states)
         if self.order:
             places = {head_of(key): place for key, place in reversed(list(self.order.items()))}
             heads.sort(key=lambda head: places.get(head, len(self.order)))
@@ -123,11 +125,11 @@ class SavePlan:
         for head in heads if group_of is not None else ():
             layouts = [layout for carrier in carrying[head] for layout in carrier.all]
             stock = {name: layout.stock for layout in layouts for name in layout.fused}
-            parameters = [part for name in names_of[head] for part in stock.get(name, (name,))]
+            parameters = [part for name in states[head] for part in stock.get(name, (name,))]
             groups = set(map(group_of, parameters)) - {None}  # type: ignore[arg-type]
             if any(owners.setdefault(group, head) != head for group in groups):  # type: ignore[arg-type]
-                return [(self, names)]
-        return [(replace(self, carrying=tuple(carrying[head])), names_of[head]) for head in heads]
+                return [whole]
+        return [replace(self, carrying=tuple(carrying[head]), state=states[head]) for head in heads]
 
     def in_runtime_layout(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return a state dict in which joined rows lie part by part, for loads by any number of processes."""
@@ -255,13 +257,12 @@ class OffloadedCheckpoint(dict[str, Any]):
     """
 
     def __init__(self, plan: SavePlan, state_dict: Mapping[str, torch.Tensor]) -> None:
-        self._state_dict = state_dict
         #: name in the checkpoint -> its part, and the tensors of that which were read and not popped yet
-        self._parts: dict[str, tuple[SavePlan, list[str], dict[str, torch.Tensor]]] = {}
+        self._parts: dict[str, tuple[SavePlan, dict[str, torch.Tensor]]] = {}
         on_meta: dict[str, torch.Tensor] = {}
-        for part, names in plan.split(state_dict):
-            saved = part.on_meta({name: state_dict[name] for name in names})
-            self._parts |= dict.fromkeys(saved, (part, names, {}))
+        for part in plan.split(state_dict):
+            saved = part.on_meta(part.state)
+            self._parts |= dict.fromkeys(saved, (part, {}))
             # Without views: shards are split by the size of storages.
             for name, value in saved.items():
                 on_meta[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
@@ -272,9 +273,9 @@ class OffloadedCheckpoint(dict[str, Any]):
         value = super().pop(key, *default)
         if key not in self._parts:
             return value
-        part, names, tensors = self._parts[key]
+        part, tensors = self._parts[key]
         if key not in tensors:
-            values = {name: load_if_offloaded(part.model, name, self._state_dict[name]) for name in names}
+            values = {name: load_if_offloaded(part.model, name, value) for name, value in part.state.items()}
             tensors |= part.saved_state_dict(values)
         return tensors.pop(key)
 

@@ -97,7 +97,7 @@ def checkpoint_metadata(model: nn.Module, *, adapters: Adapters | None = None) -
         PatcherError: as in `checkpoint_weights`.
     """
     checkpoint = _Checkpoint(model, adapters)
-    tensors = {name: value for part in checkpoint.parts for name, value in checkpoint.on_meta(*part).items()}
+    tensors = {name: value for part in checkpoint.parts for name, value in part.on_meta(part.state).items()}
     return {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in tensors.items()}
 
 
@@ -141,7 +141,7 @@ class _Checkpoint:
         merging: name of a tensor -> (a function that returns its module with an adapter merged, its name in that).
         state: the tensors of the state dict, without adapters, and tied ones only by the name that is saved.
         tied: name that isn't saved -> the name by which its tensor is.
-        parts: the plans for parts of the model, in the order of a save, each with the names of its tensors.
+        parts: the plans for parts of the model, in the order of a save.
     """
 
     def __init__(self, model: nn.Module, adapters: Adapters | None) -> None:
@@ -161,8 +161,8 @@ class _Checkpoint:
         self.tied = {name: saved.get(id(objects[name]), "") for name in state if name not in self.state}
         tied = {id(objects[name]) for name in self.tied}
         self.parts = replace(plan_original_format(self.model), unstacks=True).split(self.state)
-        for plan, names in self.parts[:1]:  # which often shows whether the rest can be saved
-            self.on_meta(plan, names)
+        for part in self.parts[:1]:  # which often shows whether the rest can be saved
+            part.on_meta(part.state)
         for name in sorted(self.merging):
             is_plain = type(local_tensor(state[name])) in (torch.Tensor, nn.Parameter)
             if not is_plain or id(state[name]) in tied:
@@ -198,15 +198,11 @@ class _Checkpoint:
                     self.merging[f"{path}.{key}"] = merge, key
         return result
 
-    def on_meta(self, plan: SavePlan, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return what a part is saved as, on the meta device."""
-        return plan.on_meta({name: self.state[name] for name in names})
-
     @torch.no_grad()
-    def _convert(self, plan: SavePlan, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    def _convert(self, part: SavePlan) -> dict[str, torch.Tensor]:
         """Return what a part is saved as."""
-        self.on_meta(plan, names)  # raises if a conversion would change the model
-        return _saved_views(plan, {name: self._read(name) for name in names})
+        part.on_meta(part.state)  # raises if a conversion would change the model
+        return _saved_views(part, {name: self._read(name) for name in part.state})
 
     def values(self, only_on: int | None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors in the order of a save."""
@@ -220,7 +216,7 @@ class _Checkpoint:
         if not is_receiver and not any(isinstance(value, DTensor) for value in self.state.values()):
             return  # no collective operation needs this process
         for part in self.parts:
-            tensors = self._convert(*part)
+            tensors = self._convert(part)
             for name in list(tensors):
                 tensor = tensors.pop(name)
                 if is_receiver:
@@ -257,10 +253,9 @@ def _saved_views(plan: SavePlan, state_dict: Mapping[str, torch.Tensor]) -> dict
 class _Part:
     """A part of a model that is written to."""
 
-    def __init__(self, checkpoint: _Checkpoint, plan: SavePlan, names: list[str]) -> None:
-        self.model, self.plan = checkpoint.model, plan
-        self.state = {name: checkpoint.state[name] for name in names}
-        self.shapes = {name: tuple(value.shape) for name, value in checkpoint.on_meta(plan, names).items()}
+    def __init__(self, plan: SavePlan) -> None:
+        self.plan = plan
+        self.shapes = {name: tuple(value.shape) for name, value in plan.on_meta(plan.state).items()}
         self.left = set(self.shapes)  # the tensors that haven't arrived
         #: those that have, and aren't views of the model's tensors: they are converted together
         self.waiting: dict[str, torch.Tensor] = {}
@@ -271,7 +266,7 @@ class _Part:
     def current(self, name: str) -> torch.Tensor:
         """Return the values that the model has for a tensor, gathered if it is split."""
         if not self._views:
-            self._gathered = {name: full_tensor(value.detach()) for name, value in self.state.items()}
+            self._gathered = {name: full_tensor(value.detach()) for name, value in self.plan.state.items()}
             self._views = _saved_views(self.plan, self._gathered)
             storages = [value.untyped_storage() for value in self._gathered.values()]
             self._storages = sorted((item.data_ptr(), item.data_ptr() + item.nbytes()) for item in storages)
@@ -290,20 +285,20 @@ class _Part:
     def close(self) -> None:
         """Distribute the tensors that were gathered, and convert those that have waited."""
         for name, value in self._gathered.items():
-            if isinstance(split := self.state[name], DTensor):
+            if isinstance(split := self.plan.state[name], DTensor):
                 split.copy_(distribute_like(value, split))
         if self.waiting:
-            result = load_original_state_dict(self.model, self.waiting, strict=False)
+            result = load_original_state_dict(self.plan.model, self.waiting, strict=False)
             if result.unexpected_keys:
                 name = result.unexpected_keys[0]
-                raise not_written(name, self.model, "is made by a conversion that can't be reversed")
+                raise not_written(name, self.plan.model, "is made by a conversion that can't be reversed")
         self.waiting, self._gathered, self._views = {}, {}, {}
 
 
 @torch.no_grad()
 def _write(checkpoint: _Checkpoint, weights: Any, strict: bool) -> None:
     """Write a stream into a model, and check at the end that it was complete."""
-    parts, tied = [_Part(checkpoint, *part) for part in checkpoint.parts], checkpoint.tied
+    parts, tied = list(map(_Part, checkpoint.parts)), checkpoint.tied
     part_of = {name: part for part in parts for name in part.shapes}
     _check_writable(checkpoint.model, checkpoint.state)
     problems: dict[str, list[str]] = {"missing": [], "left over": [], "of another shape": [], "not as tied": []}
