@@ -58,12 +58,12 @@ def read(
     routing = _route(selected, checkpoint, mapping, load_config)
     check = partial(check_weights, selected, routing, checkpoint)
     if dry_run is not None:
-        loaded = check(routing)
-        for name, parameter in named_parameters(loaded.model):  # so that transformers' own rules apply as in a load
+        planned = check(routing)
+        for name, parameter in named_parameters(planned.model):  # so that transformers' own rules apply as in a load
             if name not in routing.absent:
                 mark_initialized(parameter)
-        settle_keys(loaded.model, routing)
-        return loaded
+        settle_keys(planned.model, routing)
+        return planned
     if problem := routing.problem or routing.failure:
         raise problem
     is_predictable = not is_prequantized(load_config.hf_quantizer) and not routing.conversion_errors
