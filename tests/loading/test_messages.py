@@ -304,7 +304,7 @@ def test_declared_weights_are_not_logged(declared: bool, llama: Path, caplog: py
 
 def test_of_many_keys_the_rest_is_counted() -> None:
     many = [f"{name}.weight" for name in "abcdefghijkl"]
-    assert "\n  j.weight\n  and 2 more\nFuse" in str(unfit_error({"quantized": many}))
+    assert "\n  j.weight\n  and 2 more\nLoad" in str(unfit_error({"quantized": many}))
     assert "more" not in str(unfit_error({"quantized": ["a.weight"]}))
 
 
