@@ -118,22 +118,21 @@ class PatchConfig(PatchSpec):
             CodegenError: for names or combinations of arguments that can't be written as an import.
         """
         words = [names] if isinstance(names, str) else names or ()
-        split = [[part.strip() for part in word.partition(" as ")[::2]] for word in words]
-        pairs = [(name, bound or name) for name, bound in split]
+        pairs = [[part.strip() for part in word.partition(" as ")[::2]] for word in words]
         problem = ""
         if pairs and not is_from_import:
             problem = "was given names and is_from_import=False. Leave one of them out."
         elif alias and len(pairs) > 1:
             problem = f"was given one alias for {len(pairs)} names. Write names=['name as other', ...]."
-        elif alias and pairs:
-            pairs, alias = [(pairs[0][0], alias)], None
-        for word in (*module.split("."), *(word for pair in pairs for word in pair), alias or "x"):
+        pairs = [[name, alias or bound] for name, bound in pairs] or [["", alias or ""]]
+        named = [*(name for name, _ in pairs if words), *(bound for _, bound in pairs if bound)]
+        for word in (*module.split("."), *named):
             if not problem and not word.isidentifier():
                 problem = f"can't be written: {word!r} isn't a name. "
                 problem += "A generated file imports by absolute names, such as 'torch.nn.functional'."
         if problem:
             raise CodegenError(f"{caller()}: add_import({module!r}) {problem}")
-        self.imports.append(Import(module, tuple(pairs), alias or "", caller()))
+        self.imports += [Import(module, name, bound if bound != name else "", caller()) for name, bound in pairs]
 
     def add_post_import_block(self, code: str, description: str = "") -> None:
         """Add statements after the imports: constants, guarded imports, registrations."""

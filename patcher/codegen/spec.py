@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import PurePath
@@ -52,13 +52,17 @@ class External:
 
     Attributes:
         module: the module to import from.
-        name: the object in it, dotted for an attribute.
+        name: the object in it.
         patch_type: what it may replace; None for anything.
     """
 
     module: str
     name: str
     patch_type: PatchKind | None = None
+
+    def import_as(self, bound: str) -> str:
+        """Return the import that binds it to a name, in the place of what it replaces; a class body may have one."""
+        return f"from {self.module} import {self.name}" + (f" as {bound}" if bound != self.name else "")
 
 
 @dataclass(frozen=True)
@@ -91,11 +95,6 @@ class Patch:
     def target_kind(self) -> PatchKind | None:
         """The kind of patch that the target must fit; None for an external object that may replace anything."""
         return self.replacement.patch_type if isinstance(self.replacement, External) else self.kind
-
-    @property
-    def is_import(self) -> bool:
-        """Whether an import at the target's place binds it, as it can't for attributes and members."""
-        return isinstance(self.replacement, External) and "." not in f"{self.target}{self.replacement.name}"
 
     @property
     def call(self) -> str:
@@ -183,9 +182,13 @@ def create_patch_from_external(
             f"{where}: create_patch_from_external({target!r}) can't do patch_type={patch_type.name}. Give the kind of "
             "the target: REPLACE_CLASS, REPLACE_FUNCTION or OVERRIDE_METHOD."
         )
-    for dotted in (replacement_module, replacement_name):
-        if not all(part.isidentifier() for part in dotted.split(".")):
-            raise CodegenError(f"{where}: {call} can't import {dotted!r}, which isn't a dotted name.")
+    if not all(part.isidentifier() for part in replacement_module.split(".")):
+        raise CodegenError(f"{where}: {call} can't import {replacement_module!r}, which isn't a dotted name.")
+    if not replacement_name.isidentifier():
+        raise CodegenError(
+            f"{where}: {call} can't import {replacement_name!r}, which isn't a name that a module has. For a "
+            "method of a class write override_method, with a function that calls it."
+        )
     external = External(replacement_module, replacement_name, patch_type)
     patch = Patch(PatchKind.EXTERNAL, target, external, None, description, (), where)
     patch.check(())
@@ -204,39 +207,41 @@ def check_description(description: Any, call: str, where: Location) -> None:
 # --- additions ------------------------------------------------------------------------------------------------------
 
 
-def import_by_line(module: str, names: Iterable[str]) -> list[str]:
-    """Return the lines of an import with one name per line."""
-    return [f"from {module} import (", *(f"    {name}," for name in names), ")"]
-
-
 @dataclass(frozen=True)
 class Import:
-    """An import statement that the generated file has in addition to the original's."""
+    """A name that the generated file imports in addition to the original's.
+
+    Attributes:
+        module: the module.
+        name: what is imported from the module, "" if the module itself is.
+        alias: the name to bind instead, "" for none.
+        where: the line of the config.
+    """
 
     module: str
-    names: tuple[tuple[str, str], ...]
+    name: str
     alias: str
     where: Location
-
-    def lines(self) -> list[str]:
-        """Return the statement, with one name per line if it would be long."""
-        if not self.names:
-            return [f"import {self.module}" + (f" as {self.alias}" if self.alias else "")]
-        names = [name if name == bound else f"{name} as {bound}" for name, bound in self.names]
-        line = f"from {self.module} import {', '.join(names)}"
-        return [line] if len(line) <= WIDTH else import_by_line(self.module, names)
 
     @property
     def call(self) -> str:
         """What messages call it."""
         return f"add_import({self.module!r})"
 
-    def bound(self) -> dict[str, tuple[str, str]]:
-        """Return the names that the statement binds, each with the module and the name in it."""
-        if self.names:
-            return {bound: (self.module, name) for name, bound in self.names}
-        top = self.module.split(".")[0]
-        return {self.alias: (self.module, "")} if self.alias else {top: (top, "")}
+    @property
+    def binds(self) -> str:
+        """The name that it binds."""
+        return self.alias or self.name or self.module.partition(".")[0]
+
+    def bound(self) -> Collection[str]:
+        """Return the name that it binds, as helpers and blocks do."""
+        return [self.binds]
+
+
+def import_from(module: str, names: Sequence[str], width: int = WIDTH) -> list[str]:
+    """Return the lines of an import: one, or one for each name if it is longer than `width`."""
+    line = f"from {module} import {', '.join(names)}"
+    return [line] if len(line) <= width else [f"from {module} import (", *(f"    {name}," for name in names), ")"]
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ PORTED = {
         config.patches.append(external("rope", "kernels", "rope", patch_type=PatchType.FUNCTION_REPLACEMENT))
         config.patches.append(external("A.f", "kernels", "f", patch_type=PatchType.METHOD_OVERRIDE))
         """,
-        "from kernels import f\nfrom kernels import FastNorm as Norm\nfrom kernels import rope\nclass A:\n    f = f\n",
+        "from kernels import FastNorm as Norm\nfrom kernels import rope\nclass A:\n    from kernels import f\n",
     ),
     "an import with its fallback, bound by the config": Ported(
         "import sys\nif sys.flags:\n    from fast import kernel\nelse:\n    kernel = None\n"

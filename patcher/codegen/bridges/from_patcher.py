@@ -214,8 +214,8 @@ def _replace_class(
             "generate(), write(), or include() in another one."
         )
     home = cls.__module__.split(".")[0]
-    if home in ("torch", "transformers") and "<locals>" not in cls.__qualname__:
-        described.patches.append(create_patch_from_external(name, cls.__module__, cls.__qualname__))
+    if home in ("torch", "transformers") and "." not in cls.__qualname__:
+        described.patches.append(create_patch_from_external(name, cls.__module__, cls.__name__))
         return
     call = f"from_patcher(), for {cls.__qualname__},"
     described.replace_class(name, cls, name_map=dependencies.add(cls, call))

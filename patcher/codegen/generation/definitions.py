@@ -38,12 +38,8 @@ def replace_definition(patch: Patch, place: Place, draft: Draft) -> None:
     if not isinstance(patch.replacement, External):
         original = _name_of_original(patch, name, is_class, draft)
         lines = _replacement(patch, name, original, indent, draft)
-    elif patch.is_import:
-        imported = patch.replacement.name
-        alias = f" as {name}" if name != imported else ""
-        lines = [f"{indent}from {patch.replacement.module} import {imported}{alias}"]
     else:
-        lines = [f"{indent}{name} = {draft.externals[patch.replacement]}"]
+        lines = [f"{indent}{patch.replacement.import_as(name)}"]
     if not original:
         draft.put_above(place, box)
         draft.replace(node, lines)
@@ -155,7 +151,7 @@ class ClassEdit:
         indent = self.indent if original is None else self.draft.indent(original)
         origin = [f"{indent}{line}" for line in comments(*self.draft.origin(patch))]
         if isinstance(patch.replacement, External):
-            return [*origin, f"{indent}{name} = {self.draft.externals[patch.replacement]}"]
+            return [*origin, f"{indent}{patch.replacement.import_as(name)}"]
 
         def edit(text: Text, node: Any) -> Iterable[Edit]:
             is_decorated = original is not None and patch.keep_decorators and original.decorator_list

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from patcher.codegen.generation.header import ROOM, config_path, fingerprints_of
-from patcher.codegen.spec import External, Helper, Patch, PatchSpec
+from patcher.codegen.spec import Helper, Patch, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source.modules import SourceModule
 from patcher.source.reading import Location, is_of_config
@@ -33,7 +33,6 @@ class Draft:
         removed: the statements that are removed.
         bound: the names that the rest of the original binds at the top level.
         behind: statements of the top level, each with the groups of lines that are inserted after it.
-        externals: how the file names each imported replacement.
     """
 
     config: PatchSpec
@@ -43,7 +42,6 @@ class Draft:
     removed: set[ast.stmt] = field(default_factory=set)
     bound: set[str] = field(default_factory=set)
     behind: dict[ast.stmt, list[Sequence[str]]] = field(default_factory=dict)
-    externals: dict[External, str] = field(default_factory=dict)
 
     # -- the original -------------------------------------------------------------------------------------------
 

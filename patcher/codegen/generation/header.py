@@ -79,7 +79,7 @@ def changes_of(
         "add method": methods,
         "add helper": sorted(helper.__name__ for helper in config.helpers),
         "add code behind the imports": [""] * bool(config.blocks),
-        "add import": sorted({name for statement in config.imports for name in statement.bound()}),
+        "add import": sorted({item.binds for item in config.imports}),
         "rename": sorted(config.renamed),
         "add base": [f"{base} of {name}" for name, base in config.bases.items()],
         "drop import": sorted({*config.dropped, *orphans}),

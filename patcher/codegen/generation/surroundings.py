@@ -6,10 +6,9 @@ import ast
 import importlib.util
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from patcher.codegen.generation.draft import Draft, comments, marker, why
-from patcher.codegen.spec import WIDTH, External, Helper, Import, PatchKind, PatchSpec, import_by_line
+from patcher.codegen.spec import WIDTH, Helper, PatchKind, PatchSpec, import_from
 from patcher.errors import CodegenError
 from patcher.source.definitions import decorator_name, decorators_of, find
 from patcher.source.reading import Location, parsed
@@ -154,7 +153,7 @@ def without_orphans(config: PatchSpec, text: str, original: ast.Module) -> tuple
     removed = {patch.definition for patch in config.patches}.union(config.excluded)
     removed |= {name for name, _ in config.undecorated}
     nodes = [part for name in removed for node in find(original, name) for part in ast.walk(node)]
-    kept = {name for statement in config.imports for name in statement.bound()}.union(removed)
+    kept = {item.binds for item in config.imports}.union(removed)
     used = {node.id for node in nodes if isinstance(node, ast.Name)} - kept
     described = re.sub(r"(?m)^[ \t]*# (?:Why|  [\w.]+): .*", "", text)  # without descriptions
     file, edits, orphans = Text(text, parsed(text)), list[Edit](), set[str]()
@@ -196,7 +195,7 @@ def absolute_imports(draft: Draft) -> Iterator[Edit]:
         names = [ast.unparse(alias) for alias in node.names if bound_name(alias) not in dropped]
         width = node.col_offset + len(f"from {name} import {', '.join(names)}")
         if names and width > WIDTH and text.is_alone(node) and "\n" not in written and "(" not in written:
-            yield Edit(start, end, f"\n{text.indent(node.lineno)}".join(import_by_line(name, names)))
+            yield Edit(start, end, f"\n{text.indent(node.lineno)}".join(import_from(name, names, 0)))
         else:
             # Around dots no spaces are needed.
             before, behind = ("" if match[part] else " " for part in ("before", "behind"))
@@ -215,69 +214,47 @@ def absolute_name(relative: str, package: str, source: str, where: Location) -> 
         ) from None
 
 
-def added_imports(draft: Draft) -> list[Import]:
-    """Return the imports that the original lacks, and name the imported replacements.
+def added_imports(draft: Draft) -> list[str]:
+    """Return the lines of the imports that the original lacks, one statement for each module.
 
-    Their order is fixed, with one statement for each module, so that the order of the config doesn't matter.
+    Their order is fixed, so that the order of the config doesn't matter.
     """
-    config, plain, named = draft.config, dict[tuple[str, str], Import](), dict[str, Import]()
-    present = {name: imported for name, imported in draft.imported.items() if not imported.guarded}
-
-    def add_names(module: str, names: tuple[tuple[str, str], ...], where: Location) -> None:
-        first = named.get(module, Import(module, (), "", where))
-        named[module] = replace(first, names=tuple(sorted({*first.names, *names})))
-
-    for statement in config.imports:
-        fresh = []
-        for name, (module, attribute) in statement.bound().items():
-            imported = None if name in config.dropped else present.get(name)
-            if imported is not None and _is_same(imported, config.source_module, module, attribute):
-                is_other_module = "." in statement.module and statement.module != imported.module
-                if is_other_module and not attribute and not statement.alias:
-                    fresh.append(name)  # `import a.b` in addition to `import a`
-            elif name in draft.bound:
-                raise CodegenError(
-                    f"{statement.where}: {statement.call} binds {name!r}, which "
-                    f"{config.source_module} already binds. Give it an alias{draft.or_without(name)}."
-                )
-            else:
-                fresh.append(name)
-        names = tuple((name, alias) for name, alias in statement.names if alias in fresh)
-        if names:
-            add_names(statement.module, names, statement.where)
-        elif fresh:
-            plain.setdefault((statement.module, statement.alias), statement)
-    aliases: dict[tuple[str, str], str] = {}
-    taken = draft.bound | {name for statement in (*plain.values(), *named.values()) for name in statement.bound()}
-    for patch in sorted(config.patches, key=lambda patch: patch.target):
-        if isinstance(external := patch.replacement, External) and not patch.is_import:
-            first, *rest = external.name.split(".")
-            if (external.module, first) not in aliases:
-                alias = first if first not in taken else f"external_{first}"
-                taken.add(alias)
-                aliases[external.module, first] = alias
-                add_names(external.module, ((first, alias),), patch.where)
-            draft.externals[external] = ".".join([aliases[external.module, first], *rest])
-    return [plain[key] for key in sorted(plain)] + [named[key] for key in sorted(named)]
+    config, plain, named = draft.config, set[str](), dict[str, set[str]]()
+    for item in config.imports:
+        imported = None if item.binds in config.dropped else draft.imported.get(item.binds)
+        is_plain = not item.name and not item.alias  # `import a.b` binds `a`
+        origin = item.binds if is_plain else f"{item.module}.{item.name}".rstrip(".")
+        if imported is not None and not imported.guarded and _origin(imported, config.source_module) == origin:
+            if not is_plain or item.module in (origin, imported.module):  # or it is in addition to `import a`
+                continue
+        elif item.binds in draft.bound:
+            raise CodegenError(
+                f"{item.where}: {item.call} binds {item.binds!r}, which {config.source_module} already binds. "
+                f"Give it an alias{draft.or_without(item.binds)}."
+            )
+        alias = f" as {item.alias}" if item.alias else ""
+        if item.name:
+            named.setdefault(item.module, set()).add(f"{item.name}{alias}")
+        else:
+            plain.add(f"import {item.module}{alias}")
+    return sorted(plain) + [line for module in sorted(named) for line in import_from(module, sorted(named[module]))]
 
 
-def _is_same(imported: ImportedName, source: str, module: str, attribute: str) -> bool:
-    """Whether an import of the original binds this module, or this attribute of it.
+def _origin(imported: ImportedName, source: str) -> str:
+    """Return the dotted name of what an import of the original binds.
 
     `import torch.nn.functional as F` and `from torch.nn import functional as F` are the same.
     """
     package = ".".join(source.split(".")[: -imported.level]) if imported.level else ""
-    bound = imported.module if imported.attribute or imported.alias else imported.module.split(".")[0]
-    names = ((package, bound, imported.attribute), (module, attribute))
-    original, added = (".".join(filter(None, parts)) for parts in names)
-    return original == added
+    module = imported.module if imported.attribute or imported.alias else imported.module.split(".")[0]
+    return ".".join(filter(None, (package, module, imported.attribute)))
 
 
 # --- additions ------------------------------------------------------------------------------------------------------
 
 
-def insert(draft: Draft, imports: Sequence[Import]) -> None:
-    """Insert imports, blocks, helpers and endings at their places."""
+def insert(draft: Draft, imports: Sequence[str]) -> None:
+    """Insert lines of imports, blocks, helpers and endings at their places."""
     text, body, config = draft.text, draft.text.tree.body, draft.config
     helpers: dict[str, list[Helper]] = {}
     for helper in config.helpers:
@@ -287,8 +264,7 @@ def insert(draft: Draft, imports: Sequence[Import]) -> None:
                 f"{helper.where}: the helper {helper.__name__!r} has the name of something in {draft.source.name}. "
                 f"Rename it{draft.or_without(helper.__name__)}."
             )
-    lines = [line for statement in imports for line in statement.lines()]
-    top: list[Sequence[str]] = [["", "# [ADDED IMPORTS]", *lines]] if lines else []
+    top: list[Sequence[str]] = [["", "# [ADDED IMPORTS]", *imports]] if imports else []
     for block in config.blocks:
         top.append(["", "# [ADDED CODE]", *comments(why(block.description)), *block.code.split("\n")])
     top += _helper_lines(helpers, "", draft)
