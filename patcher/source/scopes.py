@@ -183,15 +183,3 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if matches := difflib.get_close_matches(name, choices, 3, 0.6):
         return f"Nearest: {', '.join(matches)}."
     return f"It has: {', '.join(choices)}." if 0 < len(choices) <= 8 else "Nothing there has a similar name."
-
-
-def looks_misspelt(name: str, known: str) -> bool:
-    """Whether a name is so similar to a known one that it is probably misspelt: by a letter, not by a word."""
-    words, known_words, threshold = name.strip("_").split("_"), known.strip("_").split("_"), 0.6
-    if set(words) <= set(known_words) or set(known_words) <= set(words):
-        return False  # `_forward` and `forward`, `rope_parameters` and `default_rope_parameters`
-    if len(words) != len(known_words):
-        words, known_words, threshold = [name], [known], 0.9
-    pairs = [pair for pair in zip(words, known_words, strict=True) if pair[0] != pair[1]]
-    ratios = [difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs if set(pair) != {"get", "set"}]
-    return len(ratios) == len(pairs) and min(ratios) >= threshold

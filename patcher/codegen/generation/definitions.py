@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from patcher.codegen.generation.draft import Draft, comments, marker, why
@@ -12,7 +13,7 @@ from patcher.errors import CodegenError
 from patcher.source.definitions import is_accessor
 from patcher.source.reading import is_of_config
 from patcher.source.renaming import renaming
-from patcher.source.scopes import free_names, looks_misspelt, nearest, start_line
+from patcher.source.scopes import free_names, nearest, start_line
 from patcher.source.texts import Edit, Place, Text, definitions
 
 #: The name under which `modify_init` keeps the original `__init__`.
@@ -126,13 +127,12 @@ class ClassEdit:
             raise patch.error(f"names a nested class. Use replace_class({self.name!r}) for all that is around.")
         if methods and patch.new:
             raise patch.error(f"says new=True, and {where} has a method {name!r}. Leave new out to replace it.")
-        if not methods and patch.new is None:
-            similar = {member.name for member in self.members if looks_misspelt(name, member.name)}
-            if similar:
-                raise patch.error(
-                    f"names no method of {where}, and one of nearly that name. {nearest(name, similar)} "
-                    f"If {name!r} is to be a new method, write override_method(..., new=True)."
-                )
+        similar = get_close_matches(name, [member.name for member in self.members], cutoff=0.85)
+        if not methods and patch.new is None and similar:
+            raise patch.error(
+                f"names no method of {where}, and one of nearly that name. {nearest(name, similar)} "
+                f"If {name!r} is to be a new method, write override_method(..., new=True)."
+            )
         itself = f"{self.name}.{name}"
         for part in ast.walk(patch.source.tree()) if patch.source is not None else ():
             if isinstance(part, ast.Attribute) and part.attr == name and ast.unparse(part) == itself:
@@ -201,35 +201,22 @@ class ClassEdit:
             draft.put_behind(method, ["", *origin, *draft.code(patch, indent, None, name, edit)])
 
     def _add(self) -> None:
-        """Insert methods after the other members; an empty body, `...` or `pass`, is removed."""
-        draft, text, body = self.draft, self.draft.text, self.node.body
-        kept, above_first = [node for node in body if not _is_empty(node)], list[str]()
-        if self.in_line:
-            start, end = text.text.rindex(":", 0, text.span(body[0])[0]) + 1, text.span(body[-1])[1]
-            code = text.text[text.span(kept[0])[0] : text.span(kept[-1])[1]] if kept else ""
-            draft.edits.append(Edit(start, end, f"\n{self.indent}{code}" if kept else ""))
-            last = body[-1].end_lineno or 0
-        else:
-            for place in (Place(node, body, self.node) for node in body if node not in kept and text.is_alone(node)):
-                lines = place.comments(text)
-                behind = text.text[text.span(place.node)[1] : text.end_of(place.node.lineno)].strip()
-                notes = [*(text.lines[number - 1].strip() for number in lines), behind]
-                above_first += [f"{self.indent}{note}" for note in notes if note]
-                first = next(iter(lines), place.node.lineno)
-                draft.edits.append(Edit(text.end_of(first - 1), text.end_of(place.node.lineno), ""))
-            head = Place(body[0], body, self.node).comments(text).start - 1
-            last = text.last_line(kept[-1]) if kept else head
-        lines_added = list[str]()
-        for index, method in enumerate(self.added):
-            lines_added += ([""] if kept or index else []) + ([] if index else above_first) + method
-        draft.insert_lines_after(last, lines_added)
-
-
-def _is_empty(node: ast.stmt) -> bool:
-    """Whether a statement is `pass` or `...`."""
-    return isinstance(node, ast.Pass) or (
-        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and node.value.value is ...
-    )
+        """Insert methods after the other members; `...` or `pass` at the end of the body is removed."""
+        draft, text = self.draft, self.draft.text
+        first, last = self.node.body[0], self.node.body[-1]
+        line, is_empty = text.last_line(last), isinstance(last, ast.Pass) or ast.unparse(last) == "..."
+        if self.in_line:  # `class A(B): ...`
+            is_empty, (start, _), end = is_empty and first is last, text.span(first), text.span(last)[1]
+            before = len(text.text[:start].rstrip())
+            draft.edits.append(Edit(before, end, "") if is_empty else Edit(before, start, f"\n{self.indent}"))
+        elif is_empty := is_empty and text.is_alone(last):
+            line = last.lineno - 1
+            draft.edits.append(Edit(text.end_of(line), text.end_of(last.lineno), ""))
+        if not is_empty or (first is not last and text.lines[line - 1].strip()):
+            self.added[0].insert(0, "")
+        draft.insert_lines_after(
+            line, [line for index, method in enumerate(self.added) for line in [""][:index] + method]
+        )
 
 
 def _kept_decorators(text: Text, node: Any, original: Any, source: Text) -> Iterator[Edit]:
