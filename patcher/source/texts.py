@@ -288,25 +288,9 @@ def removals(text: Text, removed: Collection[ast.stmt]) -> Iterator[Edit]:
                 yield Edit(text.span(kept[-1])[1] if kept else start, end, "")
 
 
-def without(text: Text, elements: Sequence[Any], removed: Collection[Any], close: int) -> list[Edit]:
-    """Return the edits that remove some elements of a comma-separated list, but not all.
-
-    Args:
-        text: the source.
-        elements: the nodes of all elements.
-        removed: some of them.
-        close: the index at which the list ends, before its bracket.
-    """
-    edits, spans = list[Edit](), [text.span(element) for element in elements]
-    last = max(index for index, element in enumerate(elements) if element not in removed)
-    for index in range(last):
-        if elements[index] in removed:
-            edits.append(Edit(spans[index][0], spans[index + 1][0], ""))
-    if last < len(elements) - 1:
-        after, tail = text.text[spans[last][1] : spans[last + 1][0]], text.text[spans[-1][1] : close]
-        if "\n" in after and "\n" in tail and tail.lstrip().startswith(","):
-            # A comment behind the last remaining element stays, and so does the line of the bracket.
-            line, newline, _ = after.partition("\n")
-            tail = line + newline + tail.rpartition("\n")[2]
-        edits.append(Edit(spans[last][1], close, tail))
-    return edits
+def listed(text: Text, elements: Sequence[Any], kept: Sequence[Any]) -> Edit:
+    """Return the edit that leaves some elements of a comma-separated list; comments between its elements are lost."""
+    (start, _), (_, end) = text.span(elements[0]), text.span(elements[-1])
+    first, last = elements[0].lineno, elements[-1].lineno
+    separator = ", " if first == last else f",\n{text.indent(last)}"
+    return Edit(start, end, separator.join(map(text.code, kept)))

@@ -22,11 +22,10 @@ from patcher.source.scopes import (
     statements_of,
     top_level,
 )
-from patcher.source.texts import Edit, Place, Text, applied, places, removals, without
+from patcher.source.texts import Edit, Place, Text, applied, listed, places, removals
 
-_SPACE = r"(?:\s|\\\r?\n)*"
-#: A relative import up to its names, which may be continued on other lines.
-_RELATIVE = re.compile(rf"from(?P<before>{_SPACE})(?P<module>\.[\w.\s\\]*?)(?P<behind>{_SPACE})\bimport\b")
+#: A relative import up to its names.
+_RELATIVE = re.compile(r"from[\s\\]*\.[\w.\s\\]*?\bimport\b")
 
 
 # --- omissions ------------------------------------------------------------------------------------------------------
@@ -48,7 +47,7 @@ def remove(draft: Draft) -> None:
         if aliases and len(dropped) == len(aliases):
             imports.add(place.node)
         elif dropped:
-            draft.edits += _without_aliases(text, place.node, dropped)
+            draft.edits.append(listed(text, aliases, [alias for alias in aliases if alias not in dropped]))
     draft.removed = imports | _excluded(draft) | _replaced_guards(draft, imports)
     draft.edits += removals(text, draft.removed)
     is_changed = config.dropped or config.excluded
@@ -57,11 +56,6 @@ def remove(draft: Draft) -> None:
 
 def _aliases(node: ast.stmt) -> list[ast.alias]:
     return node.names if isinstance(node, ast.Import | ast.ImportFrom) else []
-
-
-def _without_aliases(text: Text, node: ast.stmt, removed: Collection[ast.alias]) -> list[Edit]:
-    end = text.span(node)[1]
-    return without(text, _aliases(node), removed, end - (text.text[end - 1] == ")"))
 
 
 def _replaced_guards(draft: Draft, imports: Collection[ast.stmt]) -> set[ast.stmt]:
@@ -112,11 +106,10 @@ def _excluded(draft: Draft) -> set[ast.stmt]:
                 f"{config.excluded[name]}: {call} can't take {name!r} out of __all__ in line {node.lineno} of "
                 f"{config.source_module}, which isn't a list. Leave {call} out."
             )
-        end = text.span(node)[1]
         if dropped and len(dropped) == len(items):
-            draft.edits.append(Edit(text.span(value)[0], end, "[]"))
+            draft.edits.append(Edit(*text.span(value), "[]"))
         elif dropped:
-            draft.edits += without(text, items, dropped, end - 1)
+            draft.edits.append(listed(text, items, [item for item in items if item not in dropped]))
     return removed
 
 
@@ -168,9 +161,9 @@ def without_orphans(config: PatchSpec, text: str, original: ast.Module) -> tuple
         if not names or "noqa" in statement:
             continue
         orphans |= names
-        unused = [alias for alias in _aliases(node) if bound_name(alias) in names]
-        if len(unused) < len(_aliases(node)):
-            edits += _without_aliases(file, node, unused)
+        kept_here = [alias for alias in _aliases(node) if bound_name(alias) not in names]
+        if kept_here:
+            edits.append(listed(file, _aliases(node), kept_here))
         else:
             emptied.add(node)
     return applied(text, [*edits, *removals(file, emptied)]), tuple(sorted(orphans))
@@ -197,9 +190,7 @@ def absolute_imports(draft: Draft) -> Iterator[Edit]:
         if names and width > WIDTH and text.is_alone(node) and "\n" not in written and "(" not in written:
             yield Edit(start, end, f"\n{text.indent(node.lineno)}".join(import_from(name, names, 0)))
         else:
-            # Around dots no spaces are needed.
-            before, behind = ("" if match[part] else " " for part in ("before", "behind"))
-            yield Edit(*match.span("module"), f"{before}{name}{behind}")
+            yield Edit(*match.span(), f"from {name} import")
 
 
 def absolute_name(relative: str, package: str, source: str, where: Location) -> str:
