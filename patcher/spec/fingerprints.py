@@ -22,8 +22,8 @@ from patcher.compat.modeling_code import is_modeling_module, subclasses
 from patcher.errors import InvalidPatcherError, PresetDriftError, warn
 from patcher.fusions.methods import why_not_its_source
 from patcher.source.alike import without_kernel
-from patcher.source.definitions import canonical, find
 from patcher.source.reading import parsed
+from patcher.source.scopes import canonical, find
 from patcher.spec.like import Like
 from patcher.spec.patcher import Patcher
 

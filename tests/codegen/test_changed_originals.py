@@ -12,7 +12,7 @@ import transformers
 from packaging.version import Version
 
 from patcher.codegen.generation.header import recorded
-from patcher.source.definitions import find
+from patcher.source.scopes import find
 from tests.codegen.drifting import CONFIG, NEW, OLD, excerpt
 
 INSTALLED = Version(transformers.__version__)

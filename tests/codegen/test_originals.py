@@ -14,7 +14,7 @@ from patcher.codegen import PatchConfig, create_patch_from_external, generate, w
 from patcher.codegen.files.output import changed_originals
 from patcher.codegen.generation.header import recorded
 from patcher.errors import CodegenError
-from patcher.source.definitions import find, fingerprint
+from patcher.source.scopes import find, fingerprint
 
 #: a source with two variants of each part: what is added in front or behind in the second makes no difference
 SOURCE = '''

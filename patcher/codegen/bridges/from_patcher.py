@@ -33,9 +33,8 @@ from patcher.fusions.linear_patch_embedding import LinearPatchEmbedding
 from patcher.layouts.layouts import Layout
 from patcher.layouts.transforms import conversions_of
 from patcher.resolution.resolution import NO_CHANGE, Resolution, resolve, skeleton
-from patcher.source.definitions import decorator_name, decorators_of
 from patcher.source.reading import file_tree
-from patcher.source.scopes import nearest
+from patcher.source.scopes import decorator_name, decorators_of, nearest
 from patcher.source.texts import dedented
 from patcher.spec.forward_of import FLAGS, ForwardOf
 from patcher.spec.validation import required_groups

@@ -30,8 +30,7 @@ from patcher.fusions.joined import Joined
 from patcher.fusions.linear_patch_embedding import LinearPatchEmbedding
 from patcher.fusions.rewrite import class_text
 from patcher.patterns import inside, parents
-from patcher.source.definitions import decorator_name
-from patcher.source.scopes import start_line, top_level
+from patcher.source.scopes import decorator_name, start_line, top_level
 from patcher.source.texts import Edit, Text, applied, dedented, indent_of
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from patcher.codegen.generation.generator import Generated, build
 from patcher.codegen.generation.header import config_path, fingerprints_of, made_by, recorded
 from patcher.codegen.spec import PatchSpec
 from patcher.errors import CodegenError
-from patcher.source.definitions import NOTHING
 from patcher.source.modules import load
 from patcher.source.reading import Location
+from patcher.source.scopes import NOTHING
 from patcher.source.texts import diff_of
 
 Folder = str | os.PathLike[str] | None

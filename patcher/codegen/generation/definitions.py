@@ -10,10 +10,9 @@ from typing import Any
 from patcher.codegen.generation.draft import Draft, comments, marker, why
 from patcher.codegen.spec import External, Patch, PatchKind
 from patcher.errors import CodegenError
-from patcher.source.definitions import is_accessor
 from patcher.source.reading import is_of_config
 from patcher.source.renaming import renaming
-from patcher.source.scopes import free_names, nearest, start_line
+from patcher.source.scopes import free_names, is_accessor, nearest, start_line
 from patcher.source.texts import Edit, Place, Text, definitions
 
 #: The name under which `modify_init` keeps the original `__init__`.

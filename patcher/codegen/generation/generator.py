@@ -6,11 +6,10 @@ import ast
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from patcher.codegen.generation.checks import check_names, warn_of_decorators
+from patcher.codegen.generation.checks import check_meanings, check_names, warn_of_decorators
 from patcher.codegen.generation.definitions import ClassEdit, replace_definition
 from patcher.codegen.generation.draft import Draft
 from patcher.codegen.generation.header import changes_of, render_header, without_banner
-from patcher.codegen.generation.meanings import check_meanings
 from patcher.codegen.generation.stock_conversions import with_stock_conversions
 from patcher.codegen.generation.surroundings import (
     absolute_imports,
@@ -22,10 +21,9 @@ from patcher.codegen.generation.surroundings import (
 )
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec
 from patcher.errors import CodegenError
-from patcher.source.definitions import decorator_name, decorators_of, find
 from patcher.source.modules import SourceModule, load
 from patcher.source.reading import parsed
-from patcher.source.scopes import nearest
+from patcher.source.scopes import decorator_name, decorators_of, find, nearest
 from patcher.source.texts import Place, Text, applied, definitions, newline_of
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from patcher.codegen.spec import Patch, PatchSpec
-from patcher.source.definitions import NOTHING, find, fingerprint
 from patcher.source.modules import SourceModule
+from patcher.source.scopes import NOTHING, find, fingerprint
 
 _RULE = "# " + "-" * 88
 _WIDTH = 90

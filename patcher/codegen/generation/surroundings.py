@@ -10,13 +10,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from patcher.codegen.generation.draft import Draft, comments, marker, why
 from patcher.codegen.spec import WIDTH, Helper, PatchKind, PatchSpec, import_from
 from patcher.errors import CodegenError
-from patcher.source.definitions import decorator_name, decorators_of, find
 from patcher.source.reading import Location, parsed
 from patcher.source.scopes import (
     Definition,
     ImportedName,
     bound_name,
     bound_names,
+    decorator_name,
+    decorators_of,
+    find,
     nearest,
     start_line,
     statements_of,
