@@ -236,6 +236,20 @@ def test_two_folders_with_a_config_of_one_name_and_a_neighbour(project: Path) ->
     assert [result.ok for result in check()] == [True, True]
 
 
+def test_a_config_in_a_second_package_of_one_name_is_refused(project: Path) -> None:
+    for folder in ("one", "other"):
+        package = project / folder / "package_twice"
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "a_patch_gen_config.py").write_text(CONFIG)
+    load_configs("one/package_twice/a_patch_gen_config.py")
+    message = (
+        r"other/package_twice/a_patch_gen_config\.py: this config is the module 'package_twice\.a_patch_gen_config', "
+    )
+    with pytest.raises(CodegenError, match=message + ".*one/package_twice.* is imported by that name. Rename one"):
+        load_configs("other/package_twice/a_patch_gen_config.py")
+
+
 def test_a_config_in_a_package_may_import_relatively(project: Path) -> None:
     package = project / "configs" / "package_of_configs"
     package.mkdir()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import os
 import sys
 import tomllib
@@ -86,7 +86,7 @@ def load_configs(module: str, name: str | None = None) -> list[PatchSpec]:
     """
     path = Path(module)
     try:
-        loaded = _import_file(path) if path.suffix == ".py" else _import_name(module)
+        loaded = _import(module)
     except CodegenError:
         raise
     except Exception as error:
@@ -127,12 +127,21 @@ def _places(error: BaseException, path: Path) -> tuple[str, str]:
     return str(in_config[-1]), str(places[-1]) if places[-1] != in_config[-1] else ""
 
 
-def _import_name(name: str) -> ModuleType:
-    with _on_path(Path.cwd()):
-        if isinstance(getattr(sys.modules.get(name), "__loader__", None), TextLoader):
-            del sys.modules[name]
+def _import(module: str) -> ModuleType:
+    """Import a config anew: one that is given by its path as part of its package, so that relative imports work."""
+    path, root, name = Path(module).resolve(), Path.cwd(), module
+    is_file = path.suffix == ".py"
+    if is_file:
+        if not path.is_file():
+            raise CodegenError(f"{path}: there is no such config. Give the path of a file, or the name of a module.")
+        root, name = path.parent, path.stem
+        while (root / "__init__.py").is_file():
+            root, name = root.parent, f"{root.name}.{name}"
+    with _on_path(root):
+        if is_file or isinstance(getattr(sys.modules.get(name), "__loader__", None), TextLoader):
+            sys.modules.pop(name, None)
         try:
-            return importlib.import_module(name)
+            loaded = importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise  # a module that the config imports
@@ -140,34 +149,18 @@ def _import_name(name: str) -> ModuleType:
                 f"{name}: there is no module {error.name!r}. Give the name of a config's module, or the path of its "
                 "file, which ends in .py."
             ) from error
-
-
-def _import_file(path: Path) -> ModuleType:
-    """Import a config by path, as part of its package if it has one, so that relative imports work."""
-    path = path.resolve()
-    if not path.is_file():
-        raise CodegenError(f"{path}: there is no such config. Give the path of a file, or the name of a module.")
-    root, name = path.parent, path.stem
-    while (root / "__init__.py").is_file():
-        root, name = root.parent, f"{root.name}.{name}"
-    with _on_path(root):
-        # By its path, as other folders may have a config of this name.
-        loader = TextLoader(name, str(path))
-        spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-        assert spec is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        try:
-            loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-        return module
+    if is_file and loaded.__file__ != str(path):
+        raise CodegenError(
+            f"{path}: this config is the module {name!r}, and {loaded.__file__} is imported by that name. Rename one."
+        )
+    return loaded
 
 
 @contextlib.contextmanager
 def _on_path(folder: Path) -> Iterator[None]:
     """Add the folder of a config to the path, and import modules of the project from their source."""
     sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()  # a file may be new
     try:
         with imported_from_text(folder, Path.cwd()):
             yield
