@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import difflib
-import functools
 import importlib.metadata
 import importlib.util
 import io
@@ -43,15 +42,11 @@ class SourceModule:
     @property
     def version(self) -> str:
         """The top package with its version, "" if it isn't installed as a distribution."""
-        return _release(self.name.split(".")[0])
-
-
-@functools.cache
-def _release(package: str) -> str:
-    try:
-        return f"{package} {importlib.metadata.version(package)}"
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+        package = self.name.split(".")[0]
+        try:
+            return f"{package} {importlib.metadata.version(package)}"
+        except importlib.metadata.PackageNotFoundError:
+            return ""
 
 
 def find_spec(name: str) -> ModuleSpec | None:

@@ -102,7 +102,7 @@ class ClassEdit:
         self.in_line = draft.text.is_in_line(self.node)
         indent = draft.text.indent(start_line(self.node.body[0]))
         self.indent = draft.indent(self.node) + "    " if self.in_line else indent
-        self.added: list[list[str]] = []
+        self.added: list[Sequence[str]] = []
 
     def apply(self, patches: Sequence[Patch]) -> None:
         """Patch the methods, and list them in a comment above the class."""
@@ -112,8 +112,7 @@ class ClassEdit:
             methods = [member for member in self.members if member.name == name and not is_accessor(member.node)]
             edit = self._wrap_init if patch.kind is PatchKind.MODIFY_INIT else self._override
             edit(patch, name, methods)
-        if self.added:
-            self._add()
+        self.add(*self.added)
         title = f"Methods patched: {', '.join(name for name, _ in named)}"
         described = [(name, " ".join(patch.description.split())) for name, patch in named]
         notes = [f"  {name}: {description}" for name, description in described if description]
@@ -199,8 +198,10 @@ class ClassEdit:
             origin = [f"{indent}{line}" for line in comments(*draft.origin(patch))]
             draft.put_behind(method, ["", *origin, *draft.code(patch, indent, None, name, edit)])
 
-    def _add(self) -> None:
+    def add(self, *methods: Sequence[str]) -> None:
         """Insert methods after the other members; `...` or `pass` at the end of the body is removed."""
+        if not methods:
+            return
         draft, text = self.draft, self.draft.text
         first, last = self.node.body[0], self.node.body[-1]
         line, is_empty = text.last_line(last), isinstance(last, ast.Pass) or ast.unparse(last) == "..."
@@ -211,11 +212,9 @@ class ClassEdit:
         elif is_empty := is_empty and text.is_alone(last):
             line = last.lineno - 1
             draft.edits.append(Edit(text.end_of(line), text.end_of(last.lineno), ""))
-        if not is_empty or (first is not last and text.lines[line - 1].strip()):
-            self.added[0].insert(0, "")
-        draft.insert_lines_after(
-            line, [line for index, method in enumerate(self.added) for line in [""][:index] + method]
-        )
+        lines = [new_line for method in methods for new_line in ("", *method)]
+        is_first = is_empty and (first is last or not text.lines[line - 1].strip())
+        draft.insert_lines_after(line, lines[1:] if is_first else lines)
 
 
 def _kept_decorators(text: Text, node: Any, original: Any, source: Text) -> Iterator[Edit]:
@@ -227,10 +226,7 @@ def _kept_decorators(text: Text, node: Any, original: Any, source: Text) -> Iter
         if ast.unparse(decorator) in kept:
             yield Edit(text.start_of(first), text.start_of(decorator.end_lineno + 1), "")
         first = decorator.end_lineno + 1
-    has_own = any(ast.unparse(decorator) not in kept for decorator in own)
-    # Comments between the original's decorators and its `def` stay if nothing is inserted between them.
-    last = original.decorator_list[-1].end_lineno if has_own else original.lineno - 1
-    indent = source.indent(original.lineno)
-    lines = [line.removeprefix(indent).rstrip("\r\n") for line in source.lines[start_line(original) - 1 : last]]
+    indent, above = source.indent(original.lineno), source.lines[start_line(original) - 1 : original.lineno - 1]
+    lines = [line.removeprefix(indent).rstrip("\r\n") for line in above]
     position = text.start_of(start)
     yield Edit(position, position, "".join(f"{line}\n" for line in lines))

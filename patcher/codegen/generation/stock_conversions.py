@@ -13,11 +13,12 @@ import re
 from functools import cache
 from pathlib import Path
 
+from patcher.codegen.generation.definitions import ClassEdit
 from patcher.codegen.generation.draft import Draft
 from patcher.source.modules import find_spec
 from patcher.source.reading import parsed
 from patcher.source.scopes import bound_by, statements_of, top_level
-from patcher.source.texts import Edit, Text, applied
+from patcher.source.texts import Place, Text, applied
 
 #: The method and its lines, with a comment that explains it.
 METHOD = "is_custom_code"
@@ -44,21 +45,16 @@ def with_stock_conversions(draft: Draft, text: str) -> tuple[str, list[str]]:
         return text, []
     if not _may_have_conversions(draft) and not _fills_buffers_of_parts(draft.text):
         return text, []
-    file, edits, methods = Text(text, parsed(text)), list[Edit](), list[str]()
-    _check_names(draft, file.tree)
-    _check_initialization(draft, file.tree)
-    for node in _base_models(file.tree):
-        if any(METHOD in bound_by(member) for member in node.body):
-            continue
-        methods.append(f"{node.name}.{METHOD}")
-        first, end = node.body[0], file.end_of(node.end_lineno or 0)
-        indent = file.indent(first.lineno)
-        if file.is_in_line(node):  # `class A(B): ...`
-            indent = file.indent(node.lineno) + "    "
-            start = file.span(first)[0]
-            edits.append(Edit(len(text[:start].rstrip(" \t")), start, f"\n{indent}"))
-        edits.append(Edit(end, end, "\n" + "".join(f"\n{indent}{line}" for line in _LINES)))
-    return applied(text, edits), methods
+    file, methods = Draft(config, draft.source, Text(text, parsed(text))), list[str]()
+    tree = file.text.tree
+    _check_names(draft, tree)
+    _check_initialization(draft, tree)
+    for node in _base_models(tree):
+        if not any(METHOD in bound_by(member) for member in node.body):
+            methods.append(f"{node.name}.{METHOD}")
+            edit = ClassEdit(Place(node, tree.body, tree), file)
+            edit.add([f"{edit.indent}{line}" for line in _LINES])
+    return applied(text, file.edits), methods
 
 
 def _may_have_conversions(draft: Draft) -> bool:
