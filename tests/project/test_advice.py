@@ -84,7 +84,7 @@ NO_ADVICE = {
     "Run code from the repo.": "help of an option",
     "call {} ({}), ": "the name of an output",
     "Run only this stage, such as training or save": "help of an option",
-    "import {}": "code that is generated",
+    "import {}{}": "code that is generated",
     "add `{}`": "what a model card says",
     "Push it to this repo on the hub, which is created if needed.": "help of an option",
     "Generate from every config of the project.": "help of an option",

@@ -251,6 +251,17 @@ case_of(
     ),
 )
 case_of(
+    "external_of_a_part",
+    "which isn't a name that a module has. For a method of a class write override_method, with a function that calls ",
+    (
+        [
+            ('config.patches.append(create_patch_from_external("User.forward", "kernels", "Fast.forward"))', "CALLED"),
+            ("CALLED", 'config.override_method("User.forward", "def forward(self, x):\\n    return x.bit_length()")'),
+        ],
+        lambda file: file.User().forward(8) == 4,
+    ),
+)
+case_of(
     "patch_does_not_compile",
     "{} would not compile: {}. The line is {}: look at the patch that it comes from.",
     ([(r"nonlocal x\n    x = 1", "return 1")], lambda file: file.A().f() == 1),

@@ -75,6 +75,31 @@ def a_command_that_says_too_little(at: Place) -> Steps:
     assert "return x + 1" in generated.read_text()
 
 
+@advice("{}: [tool.patchgen] is for another generator. Write its search_root to {}.")
+def settings_of_another_generator(at: Place) -> Steps:
+    project(at, "configs")
+    settings = at.tmp / "pyproject.toml"
+    right = settings.read_text()
+    settings.write_text(right.replace("patcher.codegen", "patchgen"))
+    with in_folder(at.tmp), importable(at.tmp / "lib"):
+        yield check
+        settings.write_text(right)
+        assert len(check()) == 1
+
+
+@advice("{}: this config is the module {}, and {} is imported by that name. Rename one.")
+def two_packages_of_one_name(at: Place) -> Steps:
+    configs = [at.tmp / folder / "package_named_twice" / "a_patch_gen_config.py" for folder in ("one", "other")]
+    for config in configs:
+        config.parent.mkdir(parents=True)
+        (config.parent / "__init__.py").touch()
+        config.write_text(CONFIG)
+    load_configs(str(configs[0]))
+    yield lambda: load_configs(str(configs[1]))
+    renamed = configs[1].parent.rename(at.tmp / "other" / "package_of_another_name")
+    assert len(load_configs(str(renamed / configs[1].name))) == 1
+
+
 @advice(
     "{} {}. Leave {} out.",
     "{} is the file of {} already. Give one another target_file.",
