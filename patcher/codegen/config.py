@@ -124,15 +124,16 @@ class PatchConfig(PatchSpec):
             problem = "was given names and is_from_import=False. Leave one of them out."
         elif alias and len(pairs) > 1:
             problem = f"was given one alias for {len(pairs)} names. Write names=['name as other', ...]."
-        pairs = [[name, alias or bound] for name, bound in pairs] or [["", alias or ""]]
-        named = [*(name for name, _ in pairs if words), *(bound for _, bound in pairs if bound)]
-        for word in (*module.split("."), *named):
+        named = [word for name, bound in pairs for word in (name, bound or name)]
+        for word in (*module.split("."), *named, alias or "x"):
             if not problem and not word.isidentifier():
                 problem = f"can't be written: {word!r} isn't a name. "
                 problem += "A generated file imports by absolute names, such as 'torch.nn.functional'."
         if problem:
             raise CodegenError(f"{caller()}: add_import({module!r}) {problem}")
-        self.imports += [Import(module, name, bound if bound != name else "", caller()) for name, bound in pairs]
+        for name, bound in pairs or [["", ""]]:
+            other = alias or bound
+            self.imports.append(Import(module, name, other if other != name else "", caller()))
 
     def add_post_import_block(self, code: str, description: str = "") -> None:
         """Add statements after the imports: constants, guarded imports, registrations."""

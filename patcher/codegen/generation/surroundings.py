@@ -163,9 +163,9 @@ def without_orphans(config: PatchSpec, text: str, original: ast.Module) -> tuple
         if not names or "noqa" in statement:
             continue
         orphans |= names
-        kept_here = [alias for alias in _aliases(node) if bound_name(alias) not in names]
-        if kept_here:
-            edits.append(listed(file, _aliases(node), kept_here))
+        others = [alias for alias in _aliases(node) if bound_name(alias) not in names]
+        if others:
+            edits.append(listed(file, _aliases(node), others))
         else:
             emptied.add(node)
     return applied(text, [*edits, *removals(file, emptied)]), tuple(sorted(orphans))
