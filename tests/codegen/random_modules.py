@@ -11,7 +11,7 @@ LINES = [
     ("from . import sibling", "from top.models import sibling"),
     ("from .. import cousin as c, other", "from top import cousin as c, other"),
     ("from .a.b import x, y", "from top.models.a.b import x, y"),
-    ("from  ..deep  import (z)", "from  top.deep  import (z)"),
+    ("from  ..deep  import (z)", "from top.deep import (z)"),
     (
         "from ..deep import (\n{i}    one,  # one\n\n{i}    two,\n{i})",
         "from top.deep import (\n{i}    one,  # one\n\n{i}    two,\n{i})",
