@@ -10,7 +10,7 @@ from functools import cache
 from html import escape
 from pathlib import Path
 
-from patcher.display.parts import Bar, Branch, Cell, Chart, Code, Line, Notes, Part, Table, blocks, is_filled, visible
+from patcher.display.parts import Branch, Cell, Code, Line, Notes, Part, Table, is_filled, visible
 
 #: Up to how many characters the text of a table cell isn't wrapped.
 _SHORT = 24
@@ -63,7 +63,7 @@ def _part(part: Part) -> str:
         notes = "".join(f"<li><pre>{_escaped(note)}</pre></li>" for note in part.rows)
         body = f'<ul class="notes {part.tone}">{notes}</ul>'
     else:
-        body = _chart(part) if isinstance(part, Chart) else _table(part)
+        body = _table(part)
     if isinstance(part, Table) and part.is_long:
         return f"<section><details><summary>{_element('b', part.title)}</summary>{body}</details></section>"
     head = f'<p class="title">{_element("b", part.title)}</p>' if part.title else ""
@@ -89,27 +89,6 @@ def _column(cell: str | Cell) -> str:
     text = cell.text if isinstance(cell, Cell) else cell
     kind = ' class="short"' if len(text) <= _SHORT else ""
     return f"<td{kind}>{_line([cell])}</td>"
-
-
-def _chart(chart: Chart) -> str:
-    left = f'style="left:{chart.share(chart.allowed):.1%}"'
-    axis = f'<span class="axis"><span {left}>{chart.mark}</span></span>'
-    rows = "".join(_bar(chart, bar, f'<i class="allowed" {left}></i>') for bar in chart.rows)
-    heads = f"<tr><th></th><th>{axis}</th><th></th></tr>"
-    return f'<table class="chart"><thead>{heads}</thead><tbody>{rows}</tbody></table>'
-
-
-def _bar(chart: Chart, bar: Bar, allowed: str) -> str:
-    share, tone = chart.share(bar.value), chart.tone(bar)
-    # Only viewers that drop the styles show the blocks.
-    drawn = f'<span class="blocks" aria-hidden="true">{blocks(share, 20)}</span>'
-    drawn += f'<span class="track"><i class="bar {tone}" style="width:{share:.1%}"></i>{allowed}</span>'
-    number = _element("span", chart.number(bar), "number", tone)
-    note = f" {_element('b', f'← {bar.note}', 'bad')}" if bar.note else ""
-    title, kind = _escaped(bar.label), "inside" if bar.inside else "layer"
-    name = f'<code class="{kind}" title="{title}">{title}</code>'
-    marked = ' class="marked"' if bar.note else ""
-    return f"<tr{marked}><td>{name}</td><td>{drawn}</td><td>{number}{note}</td></tr>"
 
 
 def _code(line: str) -> str:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
-from itertools import groupby
-from textwrap import wrap
-from typing import IO, TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import IO, TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 from rich.tree import Tree
 
-from patcher.display.parts import Bar, Branch, Cell, Chart, Line, Notes, Part, Table, Tone, blocks, is_filled, visible
-from patcher.patterns import compress, without_numbers
+from patcher.display.parts import Branch, Cell, Line, Notes, Part, Table, Tone, is_filled, visible
 
 if TYPE_CHECKING:
     from patcher.display.shown import Displayable
@@ -32,9 +29,6 @@ _STYLES: dict[Tone, str] = {
 }
 #: Prefix of a line of a diff -> its style.
 _DIFF = {"--- ": "bold", "+++ ": "bold", "+": "green", "-": "red", "@": "cyan", "#": "dim"}
-_LIMIT = "┊"
-#: Longer labels of bars are wrapped.
-_LABEL = 50
 
 
 def text(value: Displayable) -> str:
@@ -72,7 +66,7 @@ def _part(part: Part) -> Iterable[RenderableType]:
     if isinstance(part, Branch):
         yield _tree(part, Tree(_line(part.label), guide_style="dim"))
     elif isinstance(part, Table):
-        table = RichTable(title=part.title, title_justify="left", show_edge=False)
+        table = RichTable(title=_text(part.title), title_justify="left", show_edge=False)
         for head in part.heads:
             table.add_column(Text(head), overflow="fold")
         for row in part.rows:
@@ -82,9 +76,6 @@ def _part(part: Part) -> Iterable[RenderableType]:
         yield Text(part.title, "italic")
         for note in part.rows:
             yield _text(" - " + "\n   ".join(note.splitlines()), part.tone)
-    elif isinstance(part, Chart):
-        yield Text(visible(f"{part.title} ({_LIMIT} {part.mark})"), "italic")
-        yield from _bars(part)
     else:  # lines of code are neither cut nor wrapped
         lines = ["", *visible(part.text).splitlines()]
         styled = [Text(line, _DIFF.get(line[:4]) or _DIFF.get(line[:1], "")) for line in lines]
@@ -97,35 +88,3 @@ def _tree(branch: Branch, tree: Tree) -> Tree:
     for child in branch.below if branch.is_open else ():
         _tree(child, tree.add(_line(child.label)))
     return tree
-
-
-def _name_of(bars: Sequence[Bar]) -> list[str]:
-    """Return the lines of the name that bars have together."""
-    indent = "  " if bars[0].inside else ""
-    name = visible(compress(bar.label for bar in bars)[0])
-    return wrap(name, _LABEL, initial_indent=indent, subsequent_indent=f"{indent}  ", break_long_words=False)
-
-
-def _bars(chart: Chart) -> Iterable[Text]:
-    """Render the bars of a chart; consecutive bars that differ only in the number of the layer are one line."""
-    length = 20 if chart.is_share else 40  # shares have longer texts beside them
-
-    def drawn(bar: Bar) -> str:
-        return blocks(round(chart.share(bar.value) * length) / length, length)
-
-    def appearance(bar: Bar) -> Sequence[Any]:
-        label = bar.label if chart.is_share else without_numbers(bar.label)
-        return drawn(bar), chart.tone(bar), label, bar.inside, bar.note
-
-    runs = [list(run) for _, run in groupby(chart.rows, appearance)]
-    names = [_name_of(run) for run in runs]
-    width = max(len(lines[-1]) for lines in names)
-    allowed = round(chart.share(chart.allowed) * length)
-    for (*above, name), run in zip(names, runs, strict=True):
-        yield from (Text(f" {line}") for line in above)
-        worst = max(run, key=lambda bar: bar.value)
-        line = drawn(worst).ljust(length + 1)
-        if line[allowed] == " ":
-            line = f"{line[:allowed]}{_LIMIT}{line[allowed + 1 :]}"
-        note = Cell(f" <- {worst.note}" if worst.note else "", "bad")
-        yield _line([f" {name:<{width}}  ", Cell(line, chart.tone(worst)), f"{chart.number(worst):<8}", note])

@@ -17,7 +17,7 @@ import torch
 import transformers
 from transformers.core_model_loading import WeightTransform
 
-from patcher.display.parts import Bar, Cell, Chart, Notes, Part, Table, Tone
+from patcher.display.parts import Cell, Notes, Part, Table, Tone, bar
 from patcher.display.shown import Displayable, pluralize
 from patcher.errors import InvalidPatcherError
 from patcher.integrations import install
@@ -158,20 +158,19 @@ class Benchmark(Displayable):
     def _parts(self) -> Iterator[Part]:
         yield Notes("Take", [self.python] if self.python else [], "good")
         yield Notes("Too few rounds", [self._too_few] if self._too_few else [], "warning")
-        bars: list[Bar] = []
+        rows: list[tuple[str | Cell, ...]] = []
         again: dict[str, str] = {}
         for one in self.measured:
+            label = one.label
             for name, gain in sorted(one.gains.items(), key=lambda item: item[0] != ALL):
                 tone: Tone = "dim" if not gain.differs else "good" if gain.ratio < 1 else "bad"
-                inside = name != ALL and one.whole is not None
-                label = one.label if name == ALL else name if inside else f"{one.label}: {name}"
-                bars.append(Bar(label, gain.ratio, inside, "", f"{gain.ratio:.2f}  {gain.verdict}", tone))
-                again[name] = f"{gain.again:.3f}"
-        yield Chart("Time, or memory, as a share of stock's", bars, 1.0, is_share=True)
+                rows.append((label, name, bar(gain.ratio, tone), f"{gain.ratio:.2f}", Cell(gain.verdict, tone)))
+                label, again[name] = "", f"{gain.again:.3f}"
+        yield Table("Time, or memory, as a share of stock's", ("patcher", "measure", "", "share", ""), rows)
         values = {name: f"{value / 2**20:.0f} MiB" if name == "memory" else f"{value * 1000:.1f} ms"
                   for name, value in self.stock.items()}  # fmt: skip
-        rows = [(name, value, again.get(name, "")) for name, value in values.items()]
-        yield Table("Stock", ("", "stock", "stock again / stock"), rows)
+        stock = [(name, value, again.get(name, "")) for name, value in values.items()]
+        yield Table("Stock", ("", "stock", "stock again / stock"), stock)
         left_out = [(_label(patcher), why) for patcher, why in self.left_out]
         yield Table("Not measured", ("patcher", "why"), left_out)
         yield Notes("Measured", [f"{self.date}, {self.machine}", self._versions], "")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from patcher.display.parts import Bar, Cell, Chart, Notes, Part, Table
+from patcher.display.parts import Cell, Notes, Part, Table, bar
 from patcher.display.shown import Displayable, pluralize
 from patcher.errors import InvalidPatcherError, VerificationError
 from patcher.integrations import install
-from patcher.patterns import inside
+from patcher.patterns import compress, inside
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
 from patcher.verification.checks import TOLERANCES, Run, stages_of
@@ -144,25 +145,30 @@ class Verification(Judged):
         with_layers = sorted((stage for stage in self.stages if stage.layers), key=lambda stage: stage.passed)
         for stage in with_layers[:1]:  # the first that failed, if one did
             assert stage.layers is not None
-            yield _chart(stage.layers)
+            title = f"How far the output of each layer is from stock's, relative, on {stage.layers.inputs}"
+            yield Table(title, ("", "", "at most", ""), list(_errors(stage.layers)))
 
 
 _NOTHING = "These stages compare nothing; name others, or none, for all."
 
 
-def _chart(layers: LayerErrors) -> Chart:
-    bars: list[Bar] = []
-    layer = ""
+def _errors(layers: LayerErrors) -> Iterator[tuple[str | Cell, ...]]:
+    """Yield the errors of layers as rows of a table; the logarithms of 1e-9 to 1 are the length of a bar."""
     around = [path for path, _ in layers.errors if f"{layers.begins}.".startswith(inside(path))]
-    for path, error in layers.errors:
-        is_inside = bool(layer) and path.startswith(inside(layer))
-        layer = layer if is_inside else path
-        note = "it begins here" if around and path == max(around, key=len) else ""
-        if note and layers.begins != path:
-            note += f", in {str(layers.begins).removeprefix(inside(path))}"
-        bars.append(Bar(path.removeprefix(inside(layer)) or "(the model)", error, is_inside, note))
-    title = f"How far the output of each layer is from stock's, relative, on {layers.inputs}"
-    return Chart(title, bars, layers.allowed)
+    innermost = max(around, key=len, default=None)
+
+    def drawn(row: tuple[str, float]) -> tuple[Cell, str]:
+        path, error = row
+        share = 1 + math.log10(error) / 9 if 0 < error < math.inf else float(error > 0)
+        where = str(layers.begins).removeprefix(inside(path))
+        note = "" if path != innermost else "it begins here" if where == path else f"it begins here, in {where}"
+        return bar(max(0.0, share), "good" if error <= layers.allowed else "bad"), note
+
+    for (cell, note), run in groupby(layers.errors, drawn):
+        paths, errors = zip(*run, strict=True)
+        number = f"{max(errors):.2g}" if any(errors) else "the same"
+        for path in compress(paths):
+            yield path or "(the model)", cell, number, Cell(note, "bad")
 
 
 def verify(

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from io import BytesIO, StringIO, TextIOWrapper
 
 import pytest
 
-from patcher.display.parts import Bar, Chart
+from patcher.display.parts import Cell, bar
 from patcher.display.shown import Displayable
 from patcher.display.tree import Weights, module_tree
 from patcher.inspection.plan import Plan
 from patcher.verification.comparing import Stage
 from patcher.verification.layers import LayerErrors
-from patcher.verification.verify import Verification
+from patcher.verification.verify import Verification, _errors
 
 LAYERS = [f"model.layers.{number}" for number in range(30)]
 ERRORS = LayerErrors(
@@ -33,17 +32,6 @@ PLAN = Plan(
         weights=[Weights("missing", (), ("layers.0.mlp.up.weight",))],
     ),
 )
-
-
-class Bars(Displayable):
-    def __init__(self, chart: Chart) -> None:
-        self.chart = chart
-
-    def _headline(self) -> str:
-        return "Bars"
-
-    def _parts(self) -> Iterator[Chart]:
-        yield self.chart
 
 
 class Terminal(StringIO):
@@ -73,32 +61,25 @@ def test_a_terminal_has_colours_and_a_file_has_the_plain_text(
 
 
 def test_bars_of_layers_that_look_alike_are_one() -> None:
-    lines = [line.split() for line in str(WRONG).splitlines() if "layers" in line or "embed" in line]
+    lines = [line.split() for line in str(WRONG).splitlines() if "layers." in line or "embed" in line]
 
-    assert [line[0] for line in lines[-4:]] == [
+    assert [line[0] for line in lines] == [
         "model.embed",
         "model.layers.{0..19}",
         "model.layers.20",
         "model.layers.{21..29}",
     ]
-    assert "┊" in lines[-4]  # what is allowed, where no bar is over it
-    assert len(lines[-3][1]) < len(lines[-2][1])
-    assert "it begins here, in mlp" in " ".join(lines[-2])
+    assert len(lines[1][2]) < len(lines[2][2])
+    assert "it begins here, in mlp" in " ".join(lines[2])
 
 
-def test_long_labels_of_bars_are_wrapped() -> None:
-    label = "Patcher(class_mapping={'A': forward_of(Mine)}, fusions=['qkv', 'gate_up'])"
-    gain = Bar(label, 0.9, text="0.90  better")
-    lines = str(Bars(Chart("", [gain, Bar("load", 1.0, True, "", "1.00")], 1.0, is_share=True))).splitlines()[-3:]
-    assert "".join(line.partition("█")[0].strip() + " " for line in lines) == f"{label} load "
-    assert len({line.index("█") for line in lines if "█" in line}) == 1
-    assert "█" not in lines[0]
-
-
-@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e9])
-def test_what_is_not_finite_is_the_longest_and_is_not_allowed(value: float) -> None:
-    chart = Chart("", [Bar("a", value)], 1e-5)
-    assert (chart.share(value), chart.tone(chart.rows[0])) == (1.0, "bad")
+@pytest.mark.parametrize("value", [float("inf"), 1e9])
+def test_what_is_not_finite_or_large_is_the_longest_and_is_not_allowed(value: float) -> None:
+    layers = LayerErrors("", 1e-5, (("right", 0.0), ("near", 1e-6), ("wrong", value)), "wrong")
+    right, near, wrong = _errors(layers)
+    assert [right[1], right[2]] == [Cell("", "good"), "the same"]
+    assert near[1] == bar(1 / 3, "good")
+    assert wrong[1] == bar(1.0 if value == float("inf") else 2.0, "bad")
 
 
 def test_problems_are_said_first() -> None:

@@ -102,7 +102,7 @@ def test_it_is_a_value_in_text_html_and_json(wide: Path) -> None:
     assert list(found.stock) == ["prefill, 1 x 3 tokens"]
     assert data["measured"][0]["gains"]["prefill, 1 x 3 tokens"]["verdict"] == "better"
     assert "better" in found._repr_html_()
-    assert "width:" in found._repr_html_()
+    assert "█" in found._repr_html_()
     assert "█" in str(found)
 
 
