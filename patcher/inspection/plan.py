@@ -17,18 +17,17 @@ from patcher.display.parts import Cell, Notes, Part, Table
 from patcher.display.tree import Weights, alike_as_one
 from patcher.errors import InvalidPatcherError, PatcherError
 from patcher.fusions.config import with_fusion_names
-from patcher.inspection.parts import Patched, added_conversions, fields_of_record, routes_of_fusions
+from patcher.inspection.report import ORDER, Patched, added_conversions, fields_of_record, routes_of_fusions
 from patcher.inspection.signatures import misfits
-from patcher.inspection.unseen import Unseen, unseen
 from patcher.integrations import install
-from patcher.layouts.transforms import describe
-from patcher.loading.findings import Diagnostics, sort_names
+from patcher.layouts.transforms import describe, has_known_operations
+from patcher.loading.findings import Diagnostics, fold_names, sort_names
 from patcher.loading.hooks.loads import dry_run
 from patcher.loading.layout_on_disk import fusions_of_layout
 from patcher.loading.load import Constructed, DryRun, Loaded, Request, Selected
 from patcher.loading.record import PatchRecord
-from patcher.loading.routes import Routing
-from patcher.patterns import compress
+from patcher.loading.routes import Route, Routing
+from patcher.patterns import compress, parents
 from patcher.resolution.resolution import skeleton
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
@@ -58,7 +57,7 @@ class Plan(Patched):
     missing: tuple[str, ...] = ()
     left_over: tuple[str, ...] = ()
     wrong_shape: tuple[tuple[str, str, str], ...] = ()
-    unseen: Unseen = ()
+    unseen: tuple[tuple[str, tuple[str, ...]], ...] = ()
     misfits: tuple[tuple[str, str, str], ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -209,7 +208,7 @@ def planned_load(
         missing=missing,
         left_over=left_over,
         wrong_shape=tuple(mismatched),
-        unseen=unseen(routing.routes, record, tensors=headers.tensors, parameters=parameters),
+        unseen=_unseen(routing.routes, record, headers.tensors, parameters),
         misfits=wrong_calls,
         problems=tuple(problems),
         warnings=diagnostics.warnings,
@@ -247,3 +246,35 @@ def _headers(
     if checkpoint is None and not layout:
         places["named"] = getattr(config, "transformers_weights", None)
     return headers_of(source, **(places | {"variant": VARIANT} if layout else places)), layout
+
+
+def _unseen(
+    routes: Iterable[Route], record: PatchRecord, tensors: Mapping[str, Any], parameters: Mapping[str, Any]
+) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return the parameters whose values may be others than their module expects, with the same shape.
+
+    Only replaced modules and conversions of a patcher are checked: fusions define the order of what they join. Tensors
+    that the checkpoint doesn't have may have any shape.
+    """
+    square, custom = "whether a square weight is transposed", "the values of operations that transformers doesn't have"
+    replaced = {module.path for module in record.replaced}
+    ambiguous: dict[str, list[str]] = {ORDER: [], square: [], custom: []}
+    for route in routes:
+        names = route.parameters
+        ancestors = (path for name in names for path in (*parents(name), name))
+        if not route.added and replaced.isdisjoint(ancestors):
+            continue
+        if _have_equal_shapes(route.keys, tensors) or _have_equal_shapes(names, parameters):
+            ambiguous[ORDER] += names
+        if not all(has_known_operations(added.transform) for added in route.added):
+            ambiguous[custom] += names
+        shapes = ((name, tuple(parameters[name].shape)) for name in names if name in parameters)
+        # matrices, or stacks of matrices
+        ambiguous[square] += (name for name, shape in shapes if len(shape) in (2, 3) and shape[-1] == shape[-2] > 1)
+    return tuple((what, tuple(fold_names(names))) for what, names in ambiguous.items() if names)
+
+
+def _have_equal_shapes(names: tuple[str, ...], tensors: Mapping[str, Any]) -> bool:
+    """Whether at least two of several tensors have the same shape."""
+    shapes = [tuple(tensors[name].shape) if name in tensors else None for name in names]
+    return len(set(shapes)) < len(shapes)
