@@ -35,7 +35,6 @@ from patcher.verification.comparing import (
     requested,
 )
 from patcher.verification.inputs import NoInputsError, chosen_passes, processed, processor_of
-from patcher.verification.layers import layer_errors
 from patcher.verification.modules import HALVES, eager, learned, precision_stage, training_stage
 from patcher.verification.passes import Pass, differences, fitted, recording_calls
 from patcher.verification.sides import Side, fit_threads
@@ -240,9 +239,6 @@ class Run:
         if self.missed:  # what wasn't compared doesn't pass
             text = f"no input that was tried reaches {', '.join(self.missed)}, so it wasn't compared"
             return replace(stage, passed=False, message=text)
-        for run in self.named("a short row")[:1] if stage.passed and not self.quick else ():
-            layers = layer_errors(self.pair.ours, self.stock, run.results, run.name, self.tolerance, right=True)
-            stage = replace(stage, layers=layers)
         return stage
 
     def _unused(self, reached: set[str]) -> set[str]:
@@ -308,8 +304,7 @@ class Run:
 
     def precision(self) -> Stage:
         passes = self.named("a row of 128 tokens", "a padded batch", *self.chosen)
-        load, tolerance = lambda half: self._pair(dtype=half), 10 * self.tolerance
-        return precision_stage(self.pair, load, self.by_class, passes, self.dtype, tolerance)
+        return precision_stage(self.pair, lambda half: self._pair(dtype=half), self.by_class, passes, self.dtype)
 
     def generation(self) -> Stage:
         """Compare logits while both follow the tokens of the stock model, since ties may be decided either way."""

@@ -38,9 +38,7 @@ class LayerErrors(NamedTuple):
         return {**self._asdict(), "errors": dict(self.errors)}
 
 
-def layer_errors(
-    ours: nn.Module, stock: nn.Module, run: Run, inputs: str, allowed: float, *, right: bool = False
-) -> LayerErrors:
+def layer_errors(ours: nn.Module, stock: nn.Module, run: Run, inputs: str, allowed: float) -> LayerErrors:
     """Run both models, and compare the inputs and outputs of each module.
 
     An error begins in the first module with equal inputs and different outputs, of nested ones in the innermost. Where
@@ -58,7 +56,6 @@ def layer_errors(
 
     Args:
         inputs: the name of the input.
-        right: whether the outputs are known to be equal.
     """
     worst: dict[str, float] = {}
     most = begins = None
@@ -71,7 +68,7 @@ def layer_errors(
         if not math.isinf(after.absolute) or after.scale:  # else it returns another structure, which may be intended
             error = math.inf if math.isnan(after.share) else after.share
             worst[path] = max(error, worst.get(path, 0.0))
-    begins = None if right else most if begins is None else begins
+    begins = most if begins is None else begins
     rows: list[str] = []
     for path in _layers(list(worst)):
         rows.append(path)

@@ -96,19 +96,8 @@ class Verification(Judged):
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """A text for each failed stage; the module where an error begins is named once."""
-        return tuple(f"{name}: {message}" for name, message in self._messages.items())
-
-    @property
-    def _messages(self) -> dict[str, str]:
-        messages: dict[str, str] = {}
-        named: set[str] = set()
-        for stage in self.stages:
-            if not stage.passed:
-                what, _, where = stage.message.partition("it begins in ")
-                messages[stage.name] = f"{what}it begins there too" if where and where in named else stage.message
-                named.add(where)
-        return messages
+        """A text for each failed stage."""
+        return tuple(f"{stage.name}: {stage.message}" for stage in self.stages if not stage.passed)
 
     def _error(self) -> str:
         cause = f"\nThe cause is {self.guilty}." if self.guilty else ""
@@ -136,17 +125,14 @@ class Verification(Judged):
             limit = "" if stage.tolerance in (None, math.inf) else f"{stage.tolerance:.1e}"
             state = Cell("-", "dim") if not stage.checked else Cell("passed", "good")
             state = state if stage.passed else Cell("FAILED", "bad")
-            message = self._messages.get(stage.name, stage.message)
-            yield stage.name, state, figures, limit, f"{stage.seconds:.1f}", message
+            yield stage.name, state, figures, limit, f"{stage.seconds:.1f}", stage.message
 
     def _parts(self) -> Iterator[Part]:
         yield Table("Stages", HEADS, list(self.rows()))
         yield Notes("Cause", [str(self.guilty)] if self.guilty else [], "bad")
-        with_layers = sorted((stage for stage in self.stages if stage.layers), key=lambda stage: stage.passed)
-        for stage in with_layers[:1]:  # the first that failed, if one did
-            assert stage.layers is not None
-            title = f"How far the output of each layer is from stock's, relative, on {stage.layers.inputs}"
-            yield Table(title, ("", "", "at most", ""), list(_errors(stage.layers)))
+        for layers in [stage.layers for stage in self.stages if stage.layers][:1]:  # of the first that failed
+            title = f"How far the output of each layer is from stock's, relative, on {layers.inputs}"
+            yield Table(title, ("", "", "at most", ""), list(_errors(layers)))
 
 
 _NOTHING = "These stages compare nothing; name others, or none, for all."
@@ -206,10 +192,9 @@ def verify(
     - `arguments`: every argument of `forward` that changes stock's outputs, such as `labels` and `logits_to_keep`.
     - `recorded`: under eager attention, with attentions, hidden states and all else that can be recorded.
     - `windows`: windows of more than 16 tokens, shortened to 16, so that texts and caches exceed them.
-    - `precision`: each replaced module alone, on inputs scaled down, where the epsilon of a norm counts, with ten
-      times the tolerance; and in half precision, on inputs of the usual size and scaled up, beside a float64
-      computation: its error is at most 2.5 times that of stock, or 1.2 times where it does an operation in half
-      precision for which stock upcasts.
+    - `precision`: each replaced module alone in half precision, on inputs of the usual size, scaled down, where the
+      epsilon of a norm counts, and scaled up, beside a float64 computation: its error is at most 2.5 times that of
+      stock, or 1.2 times where it does an operation in half precision for which stock upcasts.
     - `generation`: greedy, of a padded batch. `gradients`: in the original layout, with ten times the tolerance.
     - `training`: outputs and gradients in training mode, without dropout, then with each dropout alone. A patch may
       draw random numbers in another order; then mean, variance and what rows share over 48 draws must be those of
