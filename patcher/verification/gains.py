@@ -74,15 +74,6 @@ def gain(rounds: Sequence[Sequence[float]]) -> Gain:
     return Gain(ratio, again, chance, len(rounds))
 
 
-def rounds_needed(patchers: int) -> int:
-    """Return the number of rounds after which one of so many patchers can differ by more than noise.
-
-    >>> rounds_needed(1), rounds_needed(3)
-    (3, 4)
-    """
-    return next(rounds for rounds in range(1, 100) if 3.0**-rounds <= LEVEL / patchers)
-
-
 def decided(gains: Mapping[Key, Gain]) -> dict[Key, Gain]:
     """Mark the gains that are more than noise: improbable among all comparisons, larger than the difference of stock
     from itself, and larger than a hundredth."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from itertools import combinations
 from math import exp, log
 from pathlib import Path
 from statistics import fmean, median
@@ -38,8 +37,6 @@ MEASURES = ("load", "memory", "prefill", "decode", "forward", "training")
 STOCK, AGAIN = "stock", "stock again"
 #: The mean of prompts, decoding and training.
 ALL = "all that is run"
-#: The largest number of members of which every subset is measured.
-FEW = 3
 #: The batch sizes, and the number of tokens after a prompt.
 BATCHES, STEPS = (1, 8), 4
 #: The lengths of a prompt, of which the longest is taken that the time allows.
@@ -66,13 +63,6 @@ def measured_members(patcher: Patcher) -> list[Patcher]:
     return [only(patcher, [member]) for member in members]
 
 
-def candidates_of(patchers: Sequence[Patcher], members: Sequence[Patcher]) -> list[Patcher]:
-    """Return the patchers to measure: these, and the subsets of their members; of many members each alone, and all."""
-    sizes = range(1, len(members) + 1) if len(members) <= FEW else (1, len(members))
-    subsets = [subset for size in sizes for subset in combinations(members, size)]
-    return unique([*patchers, *(patcher for subset in subsets for patcher in joined(subset))])
-
-
 def joined(patchers: Sequence[Patcher]) -> list[Patcher]:
     """Return one patcher with all of them, or none if they contradict each other."""
     with suppress(PatchConflictError):
@@ -92,15 +82,7 @@ def unique(patchers: Iterable[Patcher]) -> list[Patcher]:
 
 
 def timed(device: torch.device, call: Callable[[], Any]) -> float:
-    """Return the seconds of a call, by events on a CUDA GPU."""
-    if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        with torch.cuda.device(device):
-            start.record()
-            call()
-            end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1000
+    """Return the seconds of a call until the device is idle again."""
     started = time.perf_counter()
     call()
     if device.type != "cpu":
@@ -300,7 +282,7 @@ class Rounds:
         """Verify the patchers, then measure those that pass and the subsets of their members."""
         self.requested = patchers
         members = unique(member for patcher in patchers for member in measured_members(patcher))
-        candidates = candidates_of(patchers, members)
+        candidates = unique([*patchers, *members])
         options = {name: value for name, value in self.side.options.items() if name not in ("dtype", "torch_dtype")}
         options |= {"model_class": self.side.cls, "quick": True, "seed": self.seed, "progress": False}
         for patcher in patchers if self.checks else ():
@@ -309,9 +291,9 @@ class Rounds:
             if not verification.passed:
                 self.left_out[patcher] = f"it differs from stock: {'; '.join(verification.failures)}"
         self._prepare(inputs, len(candidates))
-        are_all = len(members) <= FEW
-        self._rounds(candidates, 1.0 if are_all else 0.5)
-        if not are_all:  # then the members that are faster alone, together
+        many = len(members) > 2
+        self._rounds(candidates, 0.5 if many else 1.0)
+        if many:  # then the members that are faster alone, together
             whole = {key: gains[ALL].ratio for key, gains in self.gains().items() if key in members and ALL in gains}
             faster = sorted((member for member in whole if whole[member] < 1 - LEAST), key=whole.__getitem__)
             self._rounds(unique([*patchers, *joined(faster), *faster[:1]]), 1.0)
