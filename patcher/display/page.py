@@ -10,7 +10,8 @@ from functools import cache
 from html import escape
 from pathlib import Path
 
-from patcher.display.parts import Branch, Cell, Code, Line, Notes, Part, Table, is_filled, visible
+from patcher.display.parts import Cell, Code, Line, ModuleNode, Notes, Part, Table, is_filled, visible
+from patcher.patterns import inside
 
 #: Up to how many characters the text of a table cell isn't wrapped.
 _SHORT = 24
@@ -55,7 +56,7 @@ def _cell(cell: Cell) -> str:
 
 
 def _part(part: Part) -> str:
-    if isinstance(part, Branch):
+    if isinstance(part, ModuleNode):
         return f'<ul class="tree">{_branch(part)}</ul>'
     if isinstance(part, Code):
         return f'<section><pre class="code">{"".join(map(_code, part.text.splitlines()))}</pre></section>'
@@ -70,12 +71,13 @@ def _part(part: Part) -> str:
     return f"<section>{head}{body}</section>"
 
 
-def _branch(branch: Branch) -> str:
-    notes = "".join(f'<br><span class="note">{_line(note)}</span>' for note in branch.notes)
-    label = f'<span class="module" title="{_escaped(branch.path)}">{_line(branch.label)}</span>{notes}'
-    if not branch.below:
+def _branch(node: ModuleNode, around: str = "") -> str:
+    path = f"{inside(around)}{node.name}"
+    notes = "".join(f'<br><span class="note">{_line(note)}</span>' for note in node.notes)
+    label = f'<span class="module" title="{_escaped(path)}">{_line(node.label)}</span>{notes}'
+    if not node.children:
         return f"<li>{label}</li>"
-    opened, body = " open" if branch.is_open else "", "".join(map(_branch, branch.below))
+    opened, body = " open" if node.is_open else "", "".join(_branch(child, path) for child in node.children)
     return f"<li><details{opened}><summary>{label}</summary><ul>{body}</ul></details></li>"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 #: The meaning of a text, for its colour. A text must be understood without its colour.
@@ -41,16 +41,7 @@ def bar(share: float, tone: Tone) -> Cell:
 
 #: A line of plain and toned texts.
 Line = Sequence[str | Cell]
-
-
-class Branch(NamedTuple):
-    """A line of a tree with notes and the branches below, which are folded unless it is open."""
-
-    label: Line
-    notes: Sequence[Line] = ()
-    below: Sequence[Branch] = ()
-    is_open: bool = False
-    path: str = ""
+_ARROW = (" ", Cell("->", "arrow"), " ")
 
 
 class Table(NamedTuple):
@@ -76,7 +67,85 @@ class Code(NamedTuple):
     text: str
 
 
-Part = Table | Notes | Code | Branch
+class Weights(NamedTuple):
+    """Tensors of a module that aren't read unchanged.
+
+    Attributes:
+        what: `converted`, `missing`, `new`, `left over`, `dropped` or `wrong shape`.
+        keys: the checkpoint keys, relative to the module.
+        parameters: the parameters, relative to the module.
+        conversion: the conversion, or what is wrong.
+    """
+
+    what: str
+    keys: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    conversion: str = ""
+
+    def line(self) -> Line:
+        """Return the line of a tree for these tensors."""
+        keys, parameters = ", ".join(self.keys), ", ".join(self.parameters)
+        if self.what == "converted":
+            operations = self.conversion.partition(" -> ")[2].partition(" [")[2].removesuffix("]")
+            return Cell(keys, "code"), *_ARROW, Cell(parameters, "made"), Cell(f"  {operations}", "dim")
+        how = f": {self.conversion}" if self.conversion else ""
+        tone: Tone = "dim" if self.what in ("new", "dropped") else "bad"
+        return Cell(f"{self.what}:", tone), " ", Cell(parameters or keys, "code"), how
+
+
+class ModuleNode(NamedTuple):
+    """A module, or several modules with identical subtrees.
+
+    Attributes:
+        name: the name in the parent module, `{0..29}` or `layers.{0..29}` for several modules.
+        was: the original class.
+        becomes: the class that replaces it; "" if none does.
+        reason: why a fusion leaves it unchanged.
+        functions: (function, replacement) of the replaced functions that it calls.
+        weights: the tensors that aren't read unchanged.
+        children: the child modules.
+    """
+
+    name: str
+    was: str
+    becomes: str = ""
+    reason: str = ""
+    functions: tuple[tuple[str, str], ...] = ()
+    weights: tuple[Weights, ...] = ()
+    children: tuple[ModuleNode, ...] = ()
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the module itself has anything to show."""
+        return bool(self.becomes or self.reason or self.functions or self.weights)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a module in it has anything to show."""
+        return any(child.is_changed or child.is_open for child in self.children)
+
+    def walk(self) -> Iterator[ModuleNode]:
+        """Yield the module and everything below it."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+    @property
+    def label(self) -> Line:
+        """The line of a tree for the module."""
+        name = Cell(self.name, "name" if self.is_changed else "code" if self.is_open else "dim")
+        label: list[str | Cell] = [*([name, "  "] if self.name else ()), Cell(self.was, "dim")]
+        return [*label, *_ARROW, Cell(self.becomes, "changed")] if self.becomes else label
+
+    @property
+    def notes(self) -> list[Line]:
+        """The lines below it."""
+        notes: list[Line] = [("calls ", Cell(old, "code"), *_ARROW, Cell(new, "made")) for old, new in self.functions]
+        notes += [weights.line() for weights in self.weights]
+        return [*notes, (Cell("not fused:", "warning"), f" {self.reason}")] if self.reason else notes
+
+
+Part = Table | Notes | Code | ModuleNode
 
 
 def is_filled(part: Part) -> bool:

@@ -11,7 +11,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 from rich.tree import Tree
 
-from patcher.display.parts import Branch, Cell, Line, Notes, Part, Table, Tone, is_filled, visible
+from patcher.display.parts import Cell, Line, ModuleNode, Notes, Part, Table, Tone, is_filled, visible
 
 if TYPE_CHECKING:
     from patcher.display.shown import Displayable
@@ -63,7 +63,7 @@ def _line(line: Line) -> Text:
 
 
 def _part(part: Part) -> Iterable[RenderableType]:
-    if isinstance(part, Branch):
+    if isinstance(part, ModuleNode):
         yield _tree(part, Tree(_line(part.label), guide_style="dim"))
     elif isinstance(part, Table):
         table = RichTable(title=_text(part.title), title_justify="left", show_edge=False)
@@ -82,9 +82,9 @@ def _part(part: Part) -> Iterable[RenderableType]:
         yield Text("\n", no_wrap=True, overflow="ignore").join(styled)
 
 
-def _tree(branch: Branch, tree: Tree) -> Tree:
-    for note in branch.notes:
+def _tree(node: ModuleNode, tree: Tree) -> Tree:
+    for note in node.notes:
         tree.add(_line(note))
-    for child in branch.below if branch.is_open else ():
+    for child in node.children if node.is_open else ():
         _tree(child, tree.add(_line(child.label)))
     return tree

@@ -3,43 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate, groupby
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
 
-from patcher.display.parts import Branch, Cell, Line, Tone
+from patcher.display.parts import ModuleNode, Weights
 from patcher.patterns import compress, inside, is_number, without_numbers
 
 _NUMBERS = re.compile(r"[{\d]")
-#: More consecutive modules than this without changes are one line.
-IN_A_ROW = 4
-_ARROW = (" ", Cell("->", "arrow"), " ")
-
-
-class Weights(NamedTuple):
-    """Tensors of a module that aren't read unchanged.
-
-    Attributes:
-        what: `converted`, `missing`, `new`, `left over`, `dropped` or `wrong shape`.
-        keys: the checkpoint keys, relative to the module.
-        parameters: the parameters, relative to the module.
-        conversion: the conversion, or what is wrong.
-    """
-
-    what: str
-    keys: tuple[str, ...] = ()
-    parameters: tuple[str, ...] = ()
-    conversion: str = ""
-
-    def line(self) -> Line:
-        """Return the line of a tree for these tensors."""
-        keys, parameters = ", ".join(self.keys), ", ".join(self.parameters)
-        if self.what == "converted":
-            operations = self.conversion.partition(" -> ")[2].partition(" [")[2].removesuffix("]")
-            return Cell(keys, "code"), *_ARROW, Cell(parameters, "made"), Cell(f"  {operations}", "dim")
-        how = f": {self.conversion}" if self.conversion else ""
-        tone: Tone = "dim" if self.what in ("new", "dropped") else "bad"
-        return Cell(f"{self.what}:", tone), " ", Cell(parameters or keys, "code"), how
 
 
 def alike_as_one(weights: Iterable[Weights]) -> tuple[Weights, ...]:
@@ -54,62 +24,6 @@ def alike_as_one(weights: Iterable[Weights]) -> tuple[Weights, ...]:
         Weights(what, tuple(compress(keys)), tuple(compress(parameters)), text)
         for (what, text, *_), (keys, parameters) in groups.items()
     )
-
-
-class ModuleNode(NamedTuple):
-    """A module, or several modules with identical subtrees.
-
-    Attributes:
-        name: the name in the parent module, `{0..29}` or `layers.{0..29}` for several modules.
-        was: the original class.
-        becomes: the class that replaces it; "" if none does.
-        reason: why a fusion leaves it unchanged.
-        functions: (function, replacement) of the replaced functions that it calls.
-        weights: the tensors that aren't read unchanged.
-        children: the child modules.
-    """
-
-    name: str
-    was: str
-    becomes: str = ""
-    reason: str = ""
-    functions: tuple[tuple[str, str], ...] = ()
-    weights: tuple[Weights, ...] = ()
-    children: tuple[ModuleNode, ...] = ()
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether the module itself has anything to show."""
-        return bool(self.becomes or self.reason or self.functions or self.weights)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a module in it has anything to show."""
-        return any(child.is_changed or child.is_open for child in self.children)
-
-    def walk(self) -> Iterator[ModuleNode]:
-        """Yield the module and everything below it."""
-        yield self
-        for child in self.children:
-            yield from child.walk()
-
-    def branch(self, path: str = "") -> Branch:
-        """Return the branch of a tree for the module, given the path of its parent."""
-        path = f"{inside(path)}{self.name}"
-        below: list[Branch] = []
-        for is_changed, run in groupby(self.children, lambda child: child.is_changed or child.is_open):
-            children = list(run)
-            branches = [child.branch(path) for child in children]
-            if not is_changed and len(children) > IN_A_ROW:
-                branches = [Branch((Cell(", ".join(child.name for child in children), "dim"),), below=branches)]
-            below += branches
-        name = Cell(self.name, "name" if self.is_changed else "code" if self.is_open else "dim")
-        label: list[str | Cell] = [*([name, "  "] if self.name else ()), Cell(self.was, "dim")]
-        label += [*_ARROW, Cell(self.becomes, "changed")] if self.becomes else ()
-        notes: list[Line] = [("calls ", Cell(old, "code"), *_ARROW, Cell(new, "made")) for old, new in self.functions]
-        notes += [weights.line() for weights in self.weights]
-        notes += [(Cell("not fused:", "warning"), f" {self.reason}")] if self.reason else ()
-        return Branch(label, notes, below, self.is_open, path)
 
 
 def module_tree(

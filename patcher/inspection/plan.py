@@ -13,8 +13,8 @@ from patcher.checkpoints.headers import VARIANT, Headers, headers_of
 from patcher.checkpoints.model_classes import PLACES, config_of, model_class_of
 from patcher.compat.models import state_tensors
 from patcher.construction.in_force import in_force_for
-from patcher.display.parts import Cell, Notes, Part, Table
-from patcher.display.tree import Weights, alike_as_one
+from patcher.display.parts import Cell, Notes, Part, Table, Weights
+from patcher.display.tree import alike_as_one
 from patcher.errors import InvalidPatcherError, PatcherError
 from patcher.fusions.config import with_fusion_names
 from patcher.inspection.report import ORDER, Patched, added_conversions, fields_of_record, routes_of_fusions

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from patcher.compat.conversions import dot_natural_key, source_patterns, used_conversions
 from patcher.compat.modeling_code import REBOUND
 from patcher.compat.models import named_modules, stock_class
-from patcher.display.parts import Notes, Part, Table
+from patcher.display.parts import ModuleNode, Notes, Part, Table, Weights
 from patcher.display.shown import Displayable, pluralize
-from patcher.display.tree import ModuleNode, Weights, module_tree
+from patcher.display.tree import module_tree
 from patcher.errors import InvalidPatcherError
 from patcher.functions.graph import Hit
 from patcher.functions.models import full_name, replaced_now
@@ -86,7 +86,7 @@ class Patched(Displayable):
             yield Table("Patchers", ("in force by", "patcher"), [(origin, text) for text, origin in self.patchers])
         shown: set[str] = set()
         if self.tree is not None:
-            yield self.tree.branch()
+            yield self.tree
             for node in self.tree.walk():
                 shown.update(weights.conversion for weights in node.weights if weights.what == "converted")
         # Exact names and paths need no row, they match themselves.

@@ -12,8 +12,9 @@ from torch import nn
 
 import patcher.display
 from patcher import Patcher, Report
+from patcher.display.parts import Weights
 from patcher.display.shown import Displayable
-from patcher.display.tree import Weights, module_tree
+from patcher.display.tree import module_tree
 from patcher.inspection.diff import ClassDiff, Diff
 from patcher.inspection.plan import Plan
 from patcher.verification.benchmark import Benchmark, Measured

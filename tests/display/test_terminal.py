@@ -6,9 +6,9 @@ from io import BytesIO, StringIO, TextIOWrapper
 
 import pytest
 
-from patcher.display.parts import Cell, bar
+from patcher.display.parts import Cell, Weights, bar
 from patcher.display.shown import Displayable
-from patcher.display.tree import Weights, module_tree
+from patcher.display.tree import module_tree
 from patcher.inspection.plan import Plan
 from patcher.verification.comparing import Stage
 from patcher.verification.layers import LayerErrors

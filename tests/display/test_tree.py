@@ -13,7 +13,8 @@ from transformers import BartConfig, LlamaForCausalLM, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from patcher import Patcher, plan, report
-from patcher.display.tree import IN_A_ROW, ModuleNode, Weights, module_tree
+from patcher.display.parts import ModuleNode, Weights
+from patcher.display.tree import module_tree
 from tests.support import shared
 from tests.support.replacements import JOINED, OWN, Both, OwnMLP
 from tests.support.speed import slowness
@@ -146,14 +147,3 @@ def test_a_model_of_hundreds_of_layers_is_short_and_quick(tmp_path: Path) -> Non
     assert time.process_time() - started < 5 * slowness()  # half a second where nothing else runs
     assert len(pickle.dumps(tree)) < 4000
     assert [node.name for node in tree.walk() if node.becomes] == ["mlp"]
-
-
-def test_many_modules_in_a_row_of_which_nothing_is_said_are_one_line() -> None:
-    quiet = [ModuleNode(f"part{number}", "Linear") for number in range(IN_A_ROW + 1)]
-    changed = ModuleNode("mlp", "MLP", "Mine")
-    branch = ModuleNode("", "Model", children=(*quiet, changed, *quiet[1:])).branch()
-
-    (row, *others) = branch.below
-    assert row.label == ((", ".join(each.name for each in quiet), "dim"),)
-    assert ([len(row.below), row.is_open], len(others)) == ([IN_A_ROW + 1, False], 1 + IN_A_ROW)
-    assert branch.is_open

@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, a
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from patcher import InvalidPatcherError, Patcher, PatcherWarning, Report, diff, forward_of, like, plan, report
-from patcher.display.tree import Weights
+from patcher.display.parts import Weights
 from patcher.patterns import compress
 from tests.support import shared
 from tests.support.replacements import JOIN, JOINED, OWN, Both, JoinedMLP, OtherMLP, OwnMLP, OwnNorm
