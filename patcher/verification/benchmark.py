@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers.core_model_loading import WeightTransform
 
 from patcher.display.parts import Cell, Notes, Part, Table, Tone, bar
 from patcher.display.shown import Displayable, pluralize
@@ -312,8 +310,7 @@ def as_python(patcher: Patcher) -> str:
         if value is None or isinstance(value, str):
             continue
         kind = value if isinstance(value, type) or isfunction(value) else type(value)
-        home = "transformers" if hasattr(transformers, kind.__name__) and isinstance(value, WeightTransform) else ""
-        names.setdefault(home or kind.__module__, set()).add(kind.__qualname__.partition(".")[0])
+        names.setdefault(kind.__module__, set()).add(kind.__qualname__.partition(".")[0])
     lines = [f"from {home} import {', '.join(sorted(some))}" for home, some in names.items() if home != "__main__"]
     if "<" in text:
         lines.append("# Not importable: what is in <>")

@@ -32,7 +32,6 @@ from patcher.verification.comparing import (
     UncheckedError,
     differing_modules,
     error_text,
-    requested,
 )
 from patcher.verification.inputs import NoInputsError, chosen_passes, processed, processor_of
 from patcher.verification.modules import HALVES, eager, learned, precision_stage, training_stage
@@ -122,7 +121,7 @@ class Run:
                 stage: Stage = getattr(self, name)()
                 return stage
         except NoInputsError as error:  # what wasn't compared doesn't pass
-            text = f"{self.reference} runs on none of the inputs that were tried; the first error: {error}"
+            text = f"{self.theirs.name} runs on none of the inputs that were tried; the first error: {error}"
             return Stage(name, False, message=text)
         except UncheckedError as error:
             return Stage(name, True, message=f"not checked: {error}", checked=False)
@@ -142,11 +141,6 @@ class Run:
             return not run.stage(name).passed
         with torch.no_grad():
             return bool(run.pair.beside(self.failing, self.tolerance)[1])
-
-    @property
-    def reference(self) -> str:
-        """The name of the model that is compared with, in messages."""
-        return self.theirs.name
 
     @property
     def tolerance(self) -> float:
@@ -179,8 +173,8 @@ class Run:
         try:
             stock = self._load(sides[0], **more)
         except Exception as error:
-            raise UncheckedError(f"{self.reference} raises {error_text(error)}") from None
-        return Pair(stock, self._load(sides[1], **more), self.mine.name, self.reference)
+            raise UncheckedError(f"{self.theirs.name} raises {error_text(error)}") from None
+        return Pair(stock, self._load(sides[1], **more), self.mine.name, self.theirs.name)
 
     @cached_property
     def inputs(self) -> tuple[dict[str, Pass], list[Reference], list[Reference]]:
@@ -209,7 +203,7 @@ class Run:
     def load(self) -> Stage:
         """Load the patched model; the stock one is loaded already."""
         ours = self._load(self.mine)
-        self.pair = Pair(self.stock, ours, self.mine.name, self.reference)
+        self.pair = Pair(self.stock, ours, self.mine.name, self.theirs.name)
         record = record_of(ours)
         theirs, mine = (dict(named_modules(model)) for model in (self.stock, ours))
         replaced = [item.path for item in (record.modules if record else ())]
@@ -284,9 +278,8 @@ class Run:
                 # Loaded anew: some models read it once, when they are constructed or first run.
                 pair, prefix = self._pair(attn_implementation="eager"), "eager attention, "
         bases = [run for run in self.named("a short row", *self.chosen) if run.method == "forward"]
-        recorded = [run for base in bases for run in recording(pair.stock, base)]
-        plain = self.named("a short row", "a padded batch", CHUNKS, *self.chosen)
-        runs = dict.fromkeys([*plain, *recorded])
+        runs = self.named("a short row", "a padded batch", CHUNKS, *self.chosen)
+        runs += [recording(pair.stock, base) for base in bases]
         return pair.compare("recorded", pair.references(runs), self.tolerance, prefix)
 
     def windows(self) -> Stage:
@@ -317,7 +310,7 @@ class Run:
         try:
             tokens = stock.generate(**prompt).tolist()
         except Exception as error:
-            raise UncheckedError(f"{self.reference} raises {error_text(error)}") from None
+            raise UncheckedError(f"{self.theirs.name} raises {error_text(error)}") from None
         prompt |= {"prefix_allowed_tokens_fn": lambda row, ids: [tokens[row][len(ids)]]}
         prompt |= {"output_logits": True, "return_dict_in_generate": True}
         run = Pass("generate", prompt, title=f"{NEW_TOKENS} tokens after {texts[0].name}")
@@ -377,14 +370,3 @@ class Run:
 
 def _by_name(references: Iterable[Reference]) -> dict[str, Pass]:
     return {reference.run.name: reference.run for reference in references}
-
-
-def stages_of(names: Iterable[str] | None, quick: bool) -> tuple[str, ...]:
-    """Return the stages to run, in their order.
-
-    Raises:
-        InvalidPatcherError: there is no such stage.
-    """
-    if names is not None:
-        return ("load", *(name for name in requested("stage", names, STAGES) if name != "load"))
-    return QUICK if quick else tuple(name for name in STAGES if name != "weights")

@@ -150,8 +150,6 @@ class Pair:
         message, layers, tensors = "", None, 0
         self.failing = None
         for reference in references:
-            if reference.few and not self.stacks:
-                reference = next(self.references([reference.run]), reference)
             gap, text, results = self.beside(reference, tolerance)
             if text and reference.few and not wrong:
                 reference = next(self.references([reference.run], few=False), reference)

@@ -34,8 +34,6 @@ from patcher.verification.verify import HEADS, Judged, Verification, compare
 _STAGES = ("outputs", "gradients", "save")
 #: The parts of class names in the order in which models are tried: those that contain the others first.
 _ORDER = ("ForConditionalGeneration", "ForCausalLM", "LMHeadModel", "ForMaskedLM", "For", "")
-#: The file and the line of a function, since code objects of the same text are equal wherever they are.
-_Place = tuple[str, int]
 
 
 @dataclass(frozen=True, repr=False)
@@ -149,7 +147,7 @@ def verify(
         isolated(f"verifying {config.target_file}", seed, ()) as (folder, step),
         _imported(generated, folder) as module,
     ):
-        left = _places_of(generated, module)
+        left = _codes_of(generated, module)
         for stock in _candidates(config, importlib.import_module(config.source_module), module, model_class):
             if models and not left and model_class is None:
                 break
@@ -239,9 +237,9 @@ def _candidates(
 # --- which patches have run
 
 
-def _places_of(generated: Generated, module: ModuleType) -> dict[str, set[_Place]]:
-    """Return the places of the functions of each patch that the author wrote."""
-    result: dict[str, set[_Place]] = {}
+def _codes_of(generated: Generated, module: ModuleType) -> dict[str, set[int]]:
+    """Return the ids of the code of the functions of each patch that the author wrote."""
+    result: dict[str, set[int]] = {}
     for patch in generated.patches:
         if patch.new and patch in generated.config.of_runtime:
             continue  # generated for loads and saves
@@ -249,19 +247,19 @@ def _places_of(generated: Generated, module: ModuleType) -> dict[str, set[_Place
         for part in patch.definition.split("."):
             value = vars(value).get(part) if isinstance(value, type | ModuleType) else None
         values = list(vars(value).values()) if isinstance(value, type) else [value]
-        codes = [function.__code__ for function in map(unwrap, values) if isinstance(function, FunctionType)]
-        result[f"{patch.kind.value} {patch.target}"] = {(code.co_filename, code.co_firstlineno) for code in codes}
-    return {label: places for label, places in result.items() if places}
+        codes = {id(function.__code__) for function in map(unwrap, values) if isinstance(function, FunctionType)}
+        result |= {f"{patch.kind.value} {patch.target}": codes} if codes else {}
+    return result
 
 
 @contextmanager
-def _removing_run(left: dict[str, set[_Place]]) -> Iterator[None]:
+def _removing_run(left: dict[str, set[int]]) -> Iterator[None]:
     """Remove the patches of which a function is called."""
-    called: set[_Place] = set()
+    called: set[int] = set()
 
     def record(frame: Any, event: str, _: object) -> None:
         if event == "call":
-            called.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
+            called.add(id(frame.f_code))
 
     before = sys.getprofile()
     sys.setprofile(record)
@@ -269,5 +267,5 @@ def _removing_run(left: dict[str, set[_Place]]) -> Iterator[None]:
         yield
     finally:
         sys.setprofile(before)
-        for label in [label for label, places in left.items() if places & called]:
+        for label in [label for label, codes in left.items() if codes & called]:
             del left[label]

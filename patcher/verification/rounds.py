@@ -167,10 +167,10 @@ def works_of(model: Any, batches: Sequence[Mapping[str, Any]], measures: Sequenc
         is_decoder = generates and cache_argument(model) is not None
         names = {"prefill": title, "decode": f"{STEPS} after {title}"} if is_decoder else {"forward": title}
         names |= {"training": title} if are_given or number == len(batches) else {}
-        for kind, what in names.items():
-            work = Work(kind, arguments, f"{'training step' if kind == 'training' else kind}, {what}")
+        for kind in [kind for kind in names if kind in chosen]:
+            work = Work(kind, arguments, f"{'training step' if kind == 'training' else kind}, {names[kind]}")
             try:
-                seconds = work.run(model) if kind in chosen else 0.0
+                seconds = work.run(model)
             except Exception as error:
                 if are_given and kind != "training":
                     raise InvalidPatcherError(
@@ -178,7 +178,7 @@ def works_of(model: Any, batches: Sequence[Mapping[str, Any]], measures: Sequenc
                     ) from error
             else:
                 times = min(_TIMES, max(1, round(_SHORTEST / max(seconds, 1e-6))))
-                works += [replace(work, times=times)] if kind in chosen else []
+                works.append(replace(work, times=times))
     return works
 
 

@@ -215,12 +215,11 @@ def reactions(pair: Pair, base: Pass) -> Iterator[Reference]:
                     break
 
 
-def recording(stock: nn.Module, base: Pass) -> Iterator[Pass]:
-    """Yield a run with each argument such as `output_attentions`, then with all of them."""
+def recording(stock: nn.Module, base: Pass) -> Pass:
+    """Return a run with all arguments such as `output_attentions`."""
     names = [name for name, kind in _names(stock) if name.startswith("output_") and "bool" in kind]
-    for some in [*([name] for name in names), names] if len(names) > 1 else [names]:
-        title = f"{base.name} with {', '.join(some)}"
-        yield replace(base, arguments=base.arguments | dict.fromkeys(some, True), title=title)
+    arguments = base.arguments | dict.fromkeys(names, True)
+    return replace(base, arguments=arguments, title=f"{base.name} with {', '.join(names)}")
 
 
 def _names(stock: nn.Module, left_out: Container[str] = ()) -> list[tuple[str, str]]:

@@ -23,8 +23,8 @@ from patcher.integrations import install
 from patcher.patterns import compress, inside
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
-from patcher.verification.checks import TOLERANCES, Run, stages_of
-from patcher.verification.comparing import Stage
+from patcher.verification.checks import QUICK, STAGES, TOLERANCES, Run
+from patcher.verification.comparing import Stage, requested
 from patcher.verification.layers import LayerErrors
 from patcher.verification.members import Guilty, guilty_of
 from patcher.verification.progress import isolated
@@ -312,7 +312,7 @@ def _verification(run: Run, names: Iterable[str], patcher: str) -> Verification:
         stages=stages,
         seconds=time.perf_counter() - started,
         guilty=guilty,
-        reference=run.reference,
+        reference=run.theirs.name,
     )
 
 
@@ -344,10 +344,11 @@ def _checked(
     if tolerance is not None and not tolerance >= 0:  # nan too
         raise InvalidPatcherError(f"tolerance={tolerance!r} can't be met; write 0, for bitwise equality, or more.")
     install()
-    names = stages_of(stages, quick)
-    if names == ("load",):
+    if stages is None:
+        return QUICK if quick else tuple(name for name in STAGES if name != "weights")
+    if not (names := requested("stage", stages, STAGES)) or names == ("load",):
         raise InvalidPatcherError(_NOTHING)
-    return names
+    return ("load", *(name for name in names if name != "load"))
 
 
 @contextmanager
