@@ -31,7 +31,7 @@ from patcher.verification.progress import isolated
 from patcher.verification.rounds import ALL, MEASURES, STOCK, Rounds, measured_members
 from patcher.verification.sides import side_of
 
-#: A patch of 36 that is always the fastest of all is one by chance in fewer than one of twenty benchmarks.
+#: So many rounds tell which of up to 18 patchers is always the fastest, see `gains`.
 _ENOUGH = 6
 #: The largest number of members that a label names.
 _NAMED = 3

@@ -43,23 +43,21 @@ def progress(doing: str, stages: Sequence[str], shown: bool | None = None) -> It
     # Decided here, since the verbosity of transformers is lowered meanwhile.
     level = logging.WARNING if shown else logging.INFO
     logger = logging.getLogger("transformers.patcher") if level >= logs.get_verbosity() and bar is None else None
-    started = before = time.perf_counter()
+    started = time.perf_counter()
 
     def step(stage: str, done: float = 0.0) -> None:
-        nonlocal before
         if stage in stages:
             done = stages.index(stage) / len(stages)
             stage = f"{stage} ({stages.index(stage) + 1} of {len(stages)})"
-        now = time.perf_counter()
+        elapsed = time.perf_counter() - started
         if bar is not None:
             bar.set_description_str(f"{doing}: {stage}", refresh=False)
             bar.update(max(0.0, min(1.0, done) - bar.n))
-            if now - started >= MOMENT:
+            if elapsed >= MOMENT:
                 bar.refresh()
         elif logger is not None:
             logger.setLevel(level)
-            logger.log(level, "%s: %s, after %.1f s (+%.1f)", doing, stage, now - started, now - before)
-            before = now
+            logger.log(level, "%s: %s, after %.1f s", doing, stage, elapsed)
 
     try:
         yield step

@@ -282,7 +282,7 @@ class Rounds:
         """Verify the patchers, then measure those that pass and the subsets of their members."""
         self.requested = patchers
         members = unique(member for patcher in patchers for member in measured_members(patcher))
-        candidates = unique([*patchers, *members])
+        candidates = unique([*patchers, *joined(members), *members])
         options = {name: value for name, value in self.side.options.items() if name not in ("dtype", "torch_dtype")}
         options |= {"model_class": self.side.cls, "quick": True, "seed": self.seed, "progress": False}
         for patcher in patchers if self.checks else ():
@@ -405,7 +405,7 @@ class Rounds:
                     triples = [
                         [figures.get(key, {}).get(name) for key in (STOCK, AGAIN, patcher)] for figures in self.rounds
                     ]
-                    rows = [[log(figure) for figure in triple if figure] for triple in triples if all(triple)]
+                    rows = [(log(one), log(two), log(mine)) for one, two, mine in triples if one and two and mine]
                     if rows:
                         gains[patcher, name] = gain(rows)
             for (patcher, name), one in decided(gains).items():
