@@ -297,7 +297,8 @@ class Run:
 
     def precision(self) -> Stage:
         passes = self.named("a row of 128 tokens", "a padded batch", *self.chosen)
-        return precision_stage(self.pair, lambda half: self._pair(dtype=half), self.by_class, passes, self.dtype)
+        load, tolerance = lambda half: self._pair(dtype=half), 10 * self.tolerance
+        return precision_stage(self.pair, load, self.by_class, passes, self.dtype, tolerance)
 
     def generation(self) -> Stage:
         """Compare logits while both follow the tokens of the stock model, since ties may be decided either way."""

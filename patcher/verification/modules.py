@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, pairwise, repeat
 from typing import Any
 
 import torch
@@ -30,10 +30,10 @@ _DELICATE = {"mean", "var", "sum", "rsqrt", "pow", "exp", "softmax", "log_softma
 PRECISION = 1.2
 #: The same of any module: sums of tiles, each of which is rounded, are 1.3 times less exact.
 EXACTNESS = 2.5
-#: Inputs are also scaled down, so that a constant that is added to them counts (the epsilon of a norm), and up, if the
-#: error of the stock module is no more than a twentieth then, and nothing overflows on inputs that are `MARGIN` times
-#: as large.
-SCALES, MARGIN, ACCURATE = (1.0, 2.0**-10, 16.0), 16.0, 0.05
+#: Inputs are also scaled down, so that a constant that is added to them counts: the epsilon of a norm.
+SMALL = 2.0**-10
+#: Inputs are scaled up by these, as long as the error of the stock module is no more than a twentieth.
+SCALES, ACCURATE = (1.0, 16.0, 256.0), 0.05
 HALVES = (torch.bfloat16, torch.float16)
 #: How often random numbers are drawn, and how many standard errors of their difference two means may be apart: six are
 #: exceeded by chance once in 500 million. Less than a fiftieth is ignored.
@@ -74,13 +74,18 @@ def run_alone(module: nn.Module, call: Call, seed: int = 0) -> list[torch.Tensor
 
 
 def precision_stage(
-    pair: Pair, load: Callable[[torch.dtype], Pair], paths: Sequence[str], passes: Sequence[Pass], dtype: torch.dtype
+    pair: Pair,
+    load: Callable[[torch.dtype], Pair],
+    paths: Sequence[str],
+    passes: Sequence[Pass],
+    dtype: torch.dtype,
+    tolerance: float,
 ) -> Stage:
     """Compare the errors of replaced modules in half precision, each run alone, with those of the stock ones.
 
     The outputs of a model in half precision don't show it: those of right and wrong patches overlap. The errors of
     single modules, beside a float64 computation, do. An error is the Euclidean distance of all but the worst quarter
-    of the rows, in which a router may choose another expert.
+    of the rows, in which a router may choose another expert. Before, both are run on small inputs in the dtype itself.
     """
     if not paths:
         raise UncheckedError("no module runs other code")
@@ -88,6 +93,10 @@ def precision_stage(
     with pair.layers(few=True), suppress(Exception):  # some may be in other layers
         calls = captured(pair.stock, paths, passes)
     calls = calls if calls.keys() == set(paths) else captured(pair.stock, paths, passes)
+    for path, call in calls.items() if dtype not in HALVES else ():
+        if (gap := _gap_on_small_inputs(pair, path, call)) > tolerance:
+            text = f"alone, on inputs {1 / SMALL:g} times as small, it differs by {gap:.2g}: {pair.blame(path)}"
+            return Stage("precision", False, (("max relative", gap),), tolerance, text)
     ratios: dict[str, float] = {}
     for half in [dtype] if dtype in HALVES else HALVES:
         try:
@@ -138,21 +147,20 @@ def _error_beside_stock(pair: Pair, alone: nn.Module, path: str, call: Call, dty
     kept = {id(config): config for config in configs if isinstance(config, PretrainedConfig)}
     exact_module = copy.deepcopy(module, kept).double()
     worst = 0.0
-    for scale in SCALES:
-        inputs = cast(call, dtype, scale)
+    for scale, next_scale in pairwise(SCALES):
+        inputs, larger = (cast(call, dtype, factor) for factor in (scale, next_scale))
         operations, expected_operations = _Operations(), _Operations()
         try:
             with expected_operations:
-                expected = run_alone(module, inputs)
-                larger = run_alone(module, cast(call, dtype, scale * MARGIN)) if scale > 1 else []
+                expected, of_larger = run_alone(module, inputs), run_alone(module, larger)
             with eager(pair.stock, "experts"):
                 exact = run_alone(exact_module, cast(inputs, torch.float64))
         except Exception:  # it can't be run alone, or not in half precision
             break
         errors = list(map(_error, expected, exact))
-        is_accurate = all(gap <= ACCURATE * float(right.norm()) for gap, right in zip(errors, exact, strict=False))
-        if scale != 1 and not (is_accurate and all(bool(output.isfinite().all()) for output in [*expected, *larger])):
-            continue
+        small = all(gap <= ACCURATE * float(right.norm()) for gap, right in zip(errors, exact, strict=False))
+        if scale > 1 and not (small and all(bool(output.isfinite().all()) for output in [*expected, *of_larger])):
+            break
         try:
             with operations:
                 outputs = run_alone(ours, inputs)
@@ -173,9 +181,19 @@ def _error_beside_stock(pair: Pair, alone: nn.Module, path: str, call: Call, dty
             what = f"it does {', '.join(lost)} in {dtype}, which stock doesn't"
             return strict, f"{what}: its error is {strict:.2g} times stock's"
         if worst > EXACTNESS:
-            size = f" on inputs {scale:g} times as large" if scale > 1 else f" on inputs {1 / scale:g} times as small"
-            return worst, f"its error is {worst:.2g} times that of stock{'' if scale == 1 else size}"
+            large = "" if scale == 1 else f" on inputs {scale:g} times as large"
+            return worst, f"its error is {worst:.2g} times that of stock{large}"
     return worst, ""
+
+
+def _gap_on_small_inputs(pair: Pair, path: str, call: Call) -> float:
+    """Return the largest relative difference of an output, 0 if the modules can't be run alone on small inputs."""
+    small: Call = recursively_apply(lambda tensor: tensor * SMALL, call, test_type=_is_floating)
+    with suppress(Exception):
+        stock, ours = (run_alone(model.get_submodule(path), small) for model in (pair.stock, pair.ours))
+        finite = [(mine, right) for mine, right in zip(ours, stock, strict=True) if right.isfinite().all()]
+        return max(_ratio(_error(mine, right), float(right.norm())) for mine, right in finite)
+    return 0.0
 
 
 def _ratio(error: float, expected: float) -> float:
@@ -190,18 +208,19 @@ def _error(output: torch.Tensor, exact: torch.Tensor, share: float = 0.75) -> fl
 
 
 def cast(call: Call, dtype: torch.dtype, scale: float = 1.0) -> Call:
-    """Cast inputs to another dtype, clamped to its range, all scaled down, or the first one scaled up."""
+    """Cast inputs to another dtype, clamped to its range, the first one scaled up."""
     bound = torch.finfo(dtype).max
-    factors = chain([scale], repeat(min(scale, 1.0)))
+    factors = chain([scale], repeat(1.0))
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         return (tensor.double() * next(factors)).clamp(-bound, bound).to(dtype)
 
-    def is_floating(value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-    converted: Call = recursively_apply(convert, call, test_type=is_floating)
+    converted: Call = recursively_apply(convert, call, test_type=_is_floating)
     return converted
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -192,9 +192,10 @@ def verify(
     - `arguments`: every argument of `forward` that changes stock's outputs, such as `labels` and `logits_to_keep`.
     - `recorded`: under eager attention, with attentions, hidden states and all else that can be recorded.
     - `windows`: windows of more than 16 tokens, shortened to 16, so that texts and caches exceed them.
-    - `precision`: each replaced module alone in half precision, on inputs of the usual size, scaled down, where the
-      epsilon of a norm counts, and scaled up, beside a float64 computation: its error is at most 2.5 times that of
-      stock, or 1.2 times where it does an operation in half precision for which stock upcasts.
+    - `precision`: each replaced module alone, on inputs scaled down, where the epsilon of a norm counts, with ten
+      times the tolerance; and in half precision, on inputs of the usual size and scaled up, beside a float64
+      computation: its error is at most 2.5 times that of stock, or 1.2 times where it does an operation in half
+      precision for which stock upcasts.
     - `generation`: greedy, of a padded batch. `gradients`: in the original layout, with ten times the tolerance.
     - `training`: outputs and gradients in training mode, without dropout, then with each dropout alone. A patch may
       draw random numbers in another order; then mean, variance and what rows share over 48 draws must be those of
