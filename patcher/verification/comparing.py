@@ -20,10 +20,9 @@ from patcher.compat.attributes import TORCH_ATTRIBUTES
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import GradientCheckpointingLayer
 from patcher.errors import InvalidPatcherError, did_you_mean
-from patcher.expressions import search
 from patcher.fusions.methods import functions_of
 from patcher.layouts.carried import CARRIED
-from patcher.loading.record import record_of
+from patcher.loading.new_weights import new_weights
 from patcher.patterns import compress, parents
 from patcher.verification.layers import LayerErrors, layer_errors
 from patcher.verification.passes import GRADIENT, Difference, Pass, difference, differences
@@ -211,9 +210,7 @@ class Pair:
         self, stage: str, expected: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]
     ) -> Stage:
         """Compare what both save, byte for byte."""
-        record = record_of(self.ours)
-        declared = [text for patcher in (record.patchers if record else ()) for text in patcher.new_weights]
-        new = {key for key in saved.keys() - expected.keys() if any(search(text, key) for text in declared)}
+        new = {*new_weights(self.ours)} - expected.keys()
         differing = [key for key in expected.keys() & saved.keys() if not _equal_bytes(expected[key], saved[key])]
         wrong = [f"{key} is missing" for key in compress(expected.keys() - saved.keys())]
         wrong += [f"{key} is not in the original" for key in compress(saved.keys() - expected.keys() - new)]
