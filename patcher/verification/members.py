@@ -97,13 +97,11 @@ def _owners(run: Run, members: Sequence[Patcher], layer: str | None) -> Iterator
     if record is None:
         return
     kinds = {cls.__name__ for cls in type(run.pair.ours.get_submodule(str(layer))).__mro__}
-    replaced: set[Any] = {
-        hit.name.rpartition(":")[2] for hit in replaced_now(run.pair.ours) if not kinds.isdisjoint(hit.callers)
-    }
+    replaced: set[Any] = {hit.replacement for hit in replaced_now(run.pair.ours) if not kinds.isdisjoint(hit.callers)}
     around = [item for item in record.modules if f"{layer}.".startswith(inside(item.path))]
     for innermost in sorted(around, key=lambda item: len(item.path))[-1:]:
         replaced |= {innermost.replacement, innermost.fusion}
     for member in members:
-        functions = {key.rpartition(":")[2] for key in member.function_mapping}
-        if replaced & {*member.class_mapping.values(), *member.module_mapping.values(), *member.fusions, *functions}:
+        values = (value for field in MAPPINGS for value in getattr(member, field).values())
+        if not replaced.isdisjoint([*values, *member.fusions]):
             yield member
