@@ -6,11 +6,12 @@ import ast
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 
-from patcher.fusions.methods import readable, trees_of
+from patcher.fusions.methods import nodes_of, readable, trees_of
 from patcher.fusions.purity import Body
 from patcher.source.call_sites import calls_of_child, none_by_default
 
@@ -41,11 +42,13 @@ class Caller:
         names = [re.sub(r"\d+", "0", part) for part in parts]
         return self.name, self.is_listed, tuple(type(self.modules.get(path)) for path in ancestors), tuple(names)
 
-    def calls(self) -> Iterator[tuple[dict[str, ast.expr], ast.Call, ast.FunctionDef]]:
-        """Yield the arguments of each call by parameter, the call, and the method that it is in.
+    @cached_property
+    def calls(self) -> list[tuple[dict[str, ast.expr], ast.Call, ast.FunctionDef]]:
+        """The arguments of each call by parameter, the call, and the method that it is in.
 
         Calls in branches that the attributes of the module rule out are left out.
         """
+        found = []
         for _, method in readable(type(self.module)) if self.module is not None else ():
             calls = calls_of_child(method.node, self.name, self.is_listed)
             body = Body(method, self.module) if calls else None
@@ -54,11 +57,12 @@ class Caller:
                 self.constants |= body.constants
             for call in calls:
                 if call in reached:
-                    yield _arguments_by_parameter(call, self.parameters), call, method.node
+                    found.append((_arguments_by_parameter(call, self.parameters), call, method.node))
+        return found
 
     def passes(self, parameter: str) -> str:
         """Describe what is passed for a parameter that is None by default, "" if nothing but None."""
-        for arguments, _, tree in self.calls():
+        for arguments, _, tree in self.calls:
             match arguments.get(parameter):
                 case None | ast.Constant(value=None):
                     continue
@@ -70,13 +74,13 @@ class Caller:
 
     def _passes_nothing(self, parameter: str) -> bool:
         """Whether there are calls, and none of them passes the parameter, not even by `*args`."""
-        calls = [call for _, call, _ in self.calls()]
+        calls = [call for _, call, _ in self.calls]
         is_shown = not any(isinstance(value, ast.Starred) for call in calls for value in call.args)
         return bool(calls) and is_shown and not self.passes(parameter)
 
     def same(self, parameters: tuple[str, ...]) -> bool:
         """Whether there are calls, and each passes one variable for all of these parameters."""
-        passed = [[arguments.get(parameter) for parameter in parameters] for arguments, _, _ in self.calls()]
+        passed = [[arguments.get(parameter) for parameter in parameters] for arguments, _, _ in self.calls]
         return bool(passed) and all(
             isinstance(first, ast.Name) and all(isinstance(other, ast.Name) and other.id == first.id for other in rest)
             for first, *rest in passed
@@ -103,7 +107,7 @@ def taken_as_modules(
         is_owner: whether an expression is the module that has the children.
     """
     allowed: list[ast.expr] = []
-    for node in ast.walk(tree):  # a node comes before those inside of it
+    for node in nodes_of(tree):  # a node comes before those inside of it
         match node:
             case ast.Attribute(value=owner, attr=attr) if attr in group and is_owner(owner):
                 if node not in allowed:

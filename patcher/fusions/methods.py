@@ -6,17 +6,16 @@ import __future__
 import ast
 import contextlib
 import inspect
-import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
 
-from patcher.fusions.lookups import code_of, lookups, member
 from patcher.source.call_sites import positional_parameters
 from patcher.source.code import has_code
 from patcher.source.texts import dedented, indented
@@ -62,11 +61,6 @@ def located(error: NotUnderstoodError, method: Method) -> NotUnderstoodError:
     return NotUnderstoodError(text if text.endswith(")") and ".py:" in text else f"{text} ({method.at(error.line)})")
 
 
-def is_importable(cls: type) -> bool:
-    """Whether a class is an attribute of its Python module, and lives as long."""
-    return getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls
-
-
 #: Function -> its code, and its source or why that can't be read. Not by code: functions with other defaults,
 #: annotations or decorators may have equal code.
 _sources: weakref.WeakKeyDictionary[FunctionType, tuple[CodeType, tuple[str, ast.FunctionDef] | str]]
@@ -80,7 +74,7 @@ def read_function(function: FunctionType) -> Method:
         NotUnderstoodError: there is none, or it doesn't compile to the code that runs: the file was edited after its
             import, or another tool has changed the function.
     """
-    code = lookups.get(code_of, function, "")
+    code = function.__code__
     known_code, source = _sources.get(function, (None, ""))
     if known_code is not code:
         try:
@@ -118,21 +112,22 @@ def _source_of(code: CodeType) -> tuple[str, ast.FunctionDef] | str:
     return source, node
 
 
-def members_of(cls: type[nn.Module]) -> dict[str, Any]:
-    """Return the members of a class and its bases, without those of `nn.Module`."""
-    members: dict[str, Any] = {}
-    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
-        for name, value in vars(base).items():
-            if name not in members:
-                may_run = callable(value) or hasattr(type(value), "__get__")  # a partialmethod isn't callable
-                members[name] = lookups.get(member, cls, name) if may_run else value
-    return members
+@lru_cache(maxsize=1024)
+def nodes_of(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Return the nodes of a syntax tree as `ast.walk` does; walking takes most of the time of an analysis."""
+    return tuple(ast.walk(tree))
+
+
+def member(cls: type, name: str) -> Any:
+    """Return a member of a class without running a descriptor; None if there is none."""
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
 
 
 def functions_of(cls: type[nn.Module]) -> dict[str, FunctionType]:
     """Return the methods of a class that run in a call, without those that construct or initialise modules."""
-    functions = {}
-    for name, value in members_of(cls).items():
+    functions, bases = {}, cls.__mro__[: cls.__mro__.index(nn.Module)]
+    members: dict[str, Any] = {name: value for base in reversed(bases) for name, value in vars(base).items()}
+    for name, value in members.items():
         if name.startswith("__") or name == "_init_weights" or not callable(value):
             continue
         function = inspect.unwrap(value)
@@ -159,7 +154,7 @@ def method_to_rewrite(cls: type[nn.Module], name: str) -> Method:
     Raises:
         NotUnderstoodError: the source doesn't show everything that runs.
     """
-    attribute = lookups.get(member, cls, name)
+    attribute = member(cls, name)
     method = read_function(inspect.unwrap(attribute))
     code, defined = method.function.__code__, dict[str, Any]()
     flags = code.co_flags & __future__.annotations.compiler_flag
@@ -173,7 +168,7 @@ def method_to_rewrite(cls: type[nn.Module], name: str) -> Method:
     again = member(defined[cls.__name__], method.node.name)
     if not _are_equal(attribute, again, [(method.function, inspect.unwrap(again))]):
         raise NotUnderstoodError(f"{name} is wrapped by something that its source doesn't show", 1)
-    if any(isinstance(child, ast.Yield | ast.YieldFrom) for child in ast.walk(method.node)):
+    if any(isinstance(child, ast.Yield | ast.YieldFrom) for child in nodes_of(method.node)):
         raise NotUnderstoodError(f"{name} is a generator", 1)
     return Method(name, method.function, method.source, method.node, attribute)
 

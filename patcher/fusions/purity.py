@@ -24,11 +24,12 @@ import transformers
 from torch import nn
 
 from patcher.compat.models import ACT2FN
-from patcher.fusions.lookups import attribute, in_namespace, lookups, member
 from patcher.fusions.methods import (
     Method,
     NotUnderstoodError,
     located,
+    member,
+    nodes_of,
     read_function,
     self_of,
     trees_of,
@@ -143,7 +144,7 @@ class Body:
         #: the attributes of the module whose values the result depends on
         self.constants: dict[str, Any] = {}
         self.assigned: dict[str, list[ast.expr | None]] = {name: [] for name in _locals_of(method)}
-        for node in ast.walk(method.node) if runs is None else runs:
+        for node in nodes_of(method.node) if runs is None else runs:
             self._record_assignments(node)
         #: the variables to which only values are assigned: starts with all, then others are removed until none is left
         self.values = {name for name, nodes in self.assigned.items() if nodes} - set(parameters_of(method.node))
@@ -270,14 +271,14 @@ class Body:
         for members in (self.module._parameters, self.module._buffers, self.module._modules, vars(self.module)):
             if name in members:
                 return members[name]
-        value = lookups.get(member, type(self.module), name)
+        value = member(type(self.module), name)
         return ... if value is None or isinstance(value, property) else value
 
     def _assigned_attributes(self) -> frozenset[str]:
         """The attributes that methods of the module assign, whose current values prove nothing."""
         key = "assigned", type(self.module)
         if key not in self.cache:
-            nodes = (node for tree in trees_of(type(self.module)).values() for node in ast.walk(tree))  # type: ignore[arg-type]
+            nodes = (node for tree in trees_of(type(self.module)).values() for node in nodes_of(tree))  # type: ignore[arg-type]
             stored = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
             self.cache[key] = frozenset(node.attr for node in stored)
         names: frozenset[str] = self.cache[key]
@@ -287,11 +288,11 @@ class Body:
         """Return the object of a dotted name outside of the function; `...` if it isn't known."""
         match node:
             case ast.Name(id=name) if name not in self.assigned:
-                return lookups.get(in_namespace, self.method.function.__globals__, name)
+                return self.method.function.__globals__.get(name, getattr(builtins, name, ...))
             case ast.Attribute(value=inner, attr=attr):
                 owner = self.resolve(inner)
                 if isinstance(owner, ModuleType | type):
-                    return lookups.get(attribute, owner, attr)
+                    return getattr(owner, attr, ...)
         return ...
 
     def evaluate(self, test: ast.expr) -> bool:
@@ -443,7 +444,7 @@ class Body:
             return False, f"{cls.__name__} isn't called by the forward of its class"
         if cls in _LAYERS:
             return _call_of_layer(module)
-        return self._follow(unwrapped(lookups.get(member, cls, "forward")), node, module)
+        return self._follow(unwrapped(member(cls, "forward")), node, module)
 
     # --- followed functions ------------------------------------------------------------------------------------------
 
@@ -484,7 +485,7 @@ class Body:
             )
             try:
                 check(body, (node for statement in method.node.body for node in ast.walk(statement)))
-                results = [node.value for node in ast.walk(method.node) if isinstance(node, ast.Return)]
+                results = [node.value for node in nodes_of(method.node) if isinstance(node, ast.Return)]
                 self.cache[key] = all(result is None or body.is_value(result) for result in results)
             except NotUnderstoodError as error:
                 self.cache[key] = located(error, method)
@@ -495,7 +496,7 @@ class Body:
 
     def problem_of_property(self, name: str) -> str:
         """Why reading an attribute of the module may write into a tensor, "" if it isn't a property."""
-        getter = lookups.get(member, type(self.module), name)
+        getter = member(type(self.module), name)
         if not isinstance(getter, property) or name in self.parts or name in vars(self.module):
             return ""
         return f"the property {name!r} isn't followed"
@@ -603,7 +604,7 @@ def _locals_of(method: Method) -> Iterator[str]:
     """Yield the local names of a function."""
     code = method.function.__code__
     yield from (*code.co_varnames, *code.co_cellvars)
-    for node in ast.walk(method.node):
+    for node in nodes_of(method.node):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
         elif isinstance(node, ast.arg):

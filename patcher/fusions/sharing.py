@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +17,13 @@ from typing import Any
 from torch import nn
 
 from patcher.fusions.callers import Caller, taken_as_modules
-from patcher.fusions.lookups import are_unchanged, lookups
 from patcher.fusions.methods import (
     Method,
     NotUnderstoodError,
     functions_of,
-    is_importable,
     located,
     method_to_rewrite,
+    nodes_of,
     self_of,
     trees_of,
 )
@@ -81,7 +79,7 @@ def called_parts(tree: ast.AST, group: Iterable[str], self_name: str = "") -> li
     self_name = self_name or (self_of(tree) if isinstance(tree, ast.FunctionDef) else "")
     calls = [
         node
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr in group
@@ -100,7 +98,7 @@ def called_with(cls: type[nn.Module], names: Iterable[str]) -> list[tuple[str, .
         for call in called_parts(tree, names):
             if len(call.args) == 1 and isinstance(call.args[0], ast.Name) and not call.keywords:
                 name = call.args[0].id
-                before = [node for node in ast.walk(tree) if name in _assigned_by(node)]
+                before = [node for node in nodes_of(tree) if name in _assigned_by(node)]
                 input_ = name, sum(positions(node)[1] <= positions(call)[0] for node in before)
                 by_input.setdefault(input_, []).append(_called_name(call))
         groups += [tuple(dict.fromkeys(called)) for called in by_input.values() if len(set(called)) > 1]
@@ -109,27 +107,21 @@ def called_with(cls: type[nn.Module], names: Iterable[str]) -> list[tuple[str, .
 
 @dataclass(frozen=True, eq=False)
 class _Analysis:
-    """The result for a module, which applies to identical modules as long as its lookups are unchanged.
+    """The result for a module, which applies to identical modules.
 
     Attributes:
         constants: the attributes of the module, and of its caller, whose values the result depends on.
     """
 
     key: Any
-    lookups: tuple[Any, ...]
     constants: tuple[Mapping[str, Any], Mapping[str, Any]]
-    forms: tuple[Form, ...]
-    reason: str
+    result: tuple[Form, ...] | str
 
     def applies_to(self, module: nn.Module, key: Any, caller: Caller | None) -> bool:
         modules = (module, caller.module if caller is not None else None)
         used = ((vars(owner).get(name), value) for owner, attributes in zip(modules, self.constants, strict=True)
                 for name, value in attributes.items())  # fmt: skip
         return self.key == key and all(current == value for current, value in used)
-
-
-#: Another thread may analyze the same class at a time, to the same end.
-_analyses: weakref.WeakKeyDictionary[type[nn.Module], tuple[_Analysis, ...]] = weakref.WeakKeyDictionary()
 
 
 #: A module, its projections, and its caller, if that is known.
@@ -141,38 +133,27 @@ def forms_of(candidates: Mapping[str, Candidate]) -> dict[str, tuple[Form, ...] 
 
     Identical modules are analyzed once.
     """
-    callers = {path: caller.classes if caller is not None else None for path, (_, _, caller) in candidates.items()}
-    is_cached = {cls: is_importable(cls) for cls in {type(module) for module, _, _ in candidates.values()}}
     result: dict[str, tuple[Form, ...] | str] = {}
-    uncached: dict[type[nn.Module], tuple[_Analysis, ...]] = {}
-    valid: list[_Analysis] = []
+    analyses: list[_Analysis] = []
     for path, (module, group, caller) in candidates.items():
-        cls, key = type(module), (group, _structure(module, group), callers[path])
-        cache = _analyses if is_cached[cls] else uncached
-        analyses = cache.get(cls, ())
-        matching = (entry for entry in analyses if entry.applies_to(module, key, caller))
-        analysis = next((entry for entry in matching if entry in valid or are_unchanged(entry.lookups)), None)
+        key = group, _structure(module, group), caller.classes if caller is not None else None
+        analysis = next((entry for entry in analyses if entry.applies_to(module, key, caller)), None)
         if analysis is None:
             analysis = _analyze(module, group, caller, key)
-            current = (entry for entry in analyses if entry.key != key or are_unchanged(entry.lookups))
-            cache[cls] = (*current, analysis)
-        valid.append(analysis)
-        result[path] = analysis.reason or analysis.forms
+            analyses.append(analysis)
+        result[path] = analysis.result
     return result
 
 
 def _analyze(module: nn.Module, group: tuple[str, ...], caller: Caller | None, key: Any) -> _Analysis:
-    forms: tuple[Form, ...] = ()
-    reason, constants = "", dict[str, Any]()
-    lookups.begin()
+    constants: dict[str, Any] = {}
+    result: tuple[Form, ...] | str
     try:
-        forms = _forms_of(module, group, caller, constants)
-        reason = caller.uses_as_modules(group) if caller is not None else ""
+        result = _forms_of(module, group, caller, constants)
+        result = (caller.uses_as_modules(group) if caller is not None else "") or result
     except NotUnderstoodError as error:
-        reason = str(error)
-    finally:
-        recorded = lookups.end()
-    return _Analysis(key, recorded, (constants, caller.constants if caller is not None else {}), forms, reason)
+        result = str(error)
+    return _Analysis(key, (constants, caller.constants if caller is not None else {}), result)
 
 
 def _structure(module: nn.Module | None, group: Iterable[str] = ()) -> Any:
@@ -226,7 +207,7 @@ def _check_uses(tree: ast.FunctionDef, group: tuple[str, ...], method: str, cls:
         if not isinstance(node.ctx, ast.Load):
             raise NotUnderstoodError(f"{where}: {node.attr} is assigned")
         raise NotUnderstoodError(f"{where} takes {node.attr} as a module of its own")
-    for call in ast.walk(tree):
+    for call in nodes_of(tree):
         match call:
             case ast.Call(func=ast.Attribute(value=ast.Attribute(value=ast.Attribute(attr=part)), attr=name)) if (
                 part in group and name.endswith("_")
@@ -247,7 +228,8 @@ class _Calls:
     ) -> None:
         self.method, self.module, self.group, self.caller = method, module, group, caller
         self.parents = dict(_parents_of(method.node))
-        body = Body(method, module)
+        self._followed: dict[Any, Any] = {}
+        body = self._body()
         body.constants = constants
         self._ruled_out: list[tuple[str, ast.AST]] = []
         self._reached = dict.fromkeys(body.reached(self._ruled_out))
@@ -255,6 +237,9 @@ class _Calls:
         self.are_all_called = {_called_name(call) for call in self.calls} == {*group}
         #: the loops around calls
         self.loops = {node for call in self.calls for node in self._ancestors(call) if isinstance(node, _LOOPS)}
+
+    def _body(self, values: Iterable[str] = (), **options: Any) -> Body:
+        return Body(self.method, self.module, values, cache=self._followed, **options)
 
     def form(self) -> Form:
         for call in self.calls:
@@ -269,7 +254,7 @@ class _Calls:
         is_split = self._is_straight()
         region = list(self._between(is_split=is_split))
         last = positions(self.calls[-1])[1]
-        deferred = [node for node in ast.walk(self.method.node) if isinstance(node, _DEFERRED)]
+        deferred = [node for node in nodes_of(self.method.node) if isinstance(node, _DEFERRED)]
         deferred = [node for node in deferred if node is not self.method.node and positions(node)[0] < last]
         generators = [node for node in deferred if isinstance(node, ast.GeneratorExp)]
         region += [inner for node in generators for inner in ast.walk(node) if inner is not node]
@@ -309,7 +294,7 @@ class _Calls:
         options: Any = {"tensors": tensors, "parts": self.group, "runs": self._nodes}
 
         def check_with(values: Iterable[str]) -> None:
-            check(Body(self.method, self.module, values, **options), region)
+            check(self._body(values, **options), region)
 
         names: list[str] = []
         try:
@@ -524,7 +509,7 @@ class _Calls:
             for node in ast.walk(statement)
             if hasattr(node, "end_lineno") and positions(node)[1] <= positions(first)[0]
         ]
-        body = Body(self.method, self.module, tensors=self._inputs(), parts=self.group, runs=self._nodes)
+        body = self._body(tensors=self._inputs(), parts=self.group, runs=self._nodes)
         return not any(isinstance(node, ast.NamedExpr) or problem_of(body, node) for node in before)
 
     # --- results -----------------------------------------------------------------------------------------------------
@@ -603,7 +588,7 @@ def _argument_of(call: ast.Call) -> Any:
 
 
 def _parents_of(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         for child in ast.iter_child_nodes(node):
             yield child, node
 

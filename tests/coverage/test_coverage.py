@@ -125,8 +125,7 @@ def test_a_fusion_that_is_wrong_is_told(
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_fused_without_need_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    for made in ("fused_module._classes", "sharing._analyses"):  # by whoever came before
-        monkeypatch.setattr(f"patcher.fusions.{made}", WeakKeyDictionary())
+    monkeypatch.setattr("patcher.fusions.fused_module._classes", WeakKeyDictionary())  # of whoever came before
     # A forward that calls each projection by itself: right, but three times the work.
     monkeypatch.setattr("patcher.fusions.projections.rewritten", lambda method, *_: method.source)
 
