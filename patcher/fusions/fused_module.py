@@ -8,7 +8,6 @@ any other is constructed from the arguments of the original.
 from __future__ import annotations
 
 import inspect
-import sys
 import weakref
 from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
@@ -25,7 +24,7 @@ from patcher.compat.models import (
 )
 from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.fusions.families import name_or_fusion
-from patcher.fusions.methods import member
+from patcher.fusions.methods import is_importable, member
 from patcher.fusions.old_names import Moved, OldNames
 from patcher.layouts.carried import RECIPE, ModuleLayouts, carry, reduce_by_recipe
 from patcher.layouts.layouts import Layout, Rows, is_alone
@@ -67,19 +66,14 @@ def fused_class(fusion: Fusion, original: type[nn.Module], recipe: Hashable) -> 
                 what = f"{fusion!r}.make_fused_class({original.__name__})"
                 raise InvalidPatcherError(f"{what} must return a subclass of nn.Module, found {made!r}.")
             cls = classes[key] = made
-            if issubclass(cls, FusedModule) or not _is_importable(cls):
+            if issubclass(cls, FusedModule) or not is_importable(cls):
                 cls._made_by = MadeBy(fusion, original, recipe)  # type: ignore[attr-defined]
                 setattr(cls, RECIPE, (fused_class, fusion, original, recipe))
                 if not issubclass(cls, FusedModule) and "__reduce_ex__" not in vars(cls):
                     cls.__reduce_ex__ = reduce_by_recipe  # type: ignore[method-assign]
-            if _is_importable(original):  # others are freed with their last object
+            if is_importable(original):  # others are freed with their last object
                 _kept[original, key] = cls
         return cls
-
-
-def _is_importable(cls: type) -> bool:
-    """Whether a class is an attribute of its Python module, and lives as long."""
-    return getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls
 
 
 def _is_current(cls: type[nn.Module], original: type[nn.Module]) -> bool:

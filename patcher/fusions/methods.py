@@ -4,8 +4,11 @@ from __future__ import annotations
 import __future__
 
 import ast
+import builtins
 import contextlib
 import inspect
+import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -61,6 +64,36 @@ def located(error: NotUnderstoodError, method: Method) -> NotUnderstoodError:
     return NotUnderstoodError(text if text.endswith(")") and ".py:" in text else f"{text} ({method.at(error.line)})")
 
 
+class _Recorded(threading.local):
+    """What the analysis that runs in this thread has looked up: (owner, name) -> owner, the object."""
+
+    entries: dict[tuple[int, str], tuple[Any, Any]] | None = None
+
+
+recorded = _Recorded()
+
+
+def look_up(owner: Any, name: str) -> Any:
+    """Return a member of a class or module without running a descriptor, or a name of a namespace; `...` if unknown.
+
+    An analysis is valid as long as all that it has looked up gives the same objects.
+    """
+    if isinstance(owner, type):
+        result = member(owner, name)
+    elif isinstance(owner, dict):
+        result = owner.get(name, getattr(builtins, name, ...))
+    else:
+        result = getattr(owner, name, ...)
+    if recorded.entries is not None:
+        recorded.entries[id(owner), name] = owner, result
+    return result
+
+
+def is_importable(cls: type) -> bool:
+    """Whether a class is an attribute of its Python module, and lives as long."""
+    return getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls
+
+
 #: Function -> its code, and its source or why that can't be read. Not by code: functions with other defaults,
 #: annotations or decorators may have equal code.
 _sources: weakref.WeakKeyDictionary[FunctionType, tuple[CodeType, tuple[str, ast.FunctionDef] | str]]
@@ -74,7 +107,7 @@ def read_function(function: FunctionType) -> Method:
         NotUnderstoodError: there is none, or it doesn't compile to the code that runs: the file was edited after its
             import, or another tool has changed the function.
     """
-    code = function.__code__
+    code = look_up(function, "__code__")
     known_code, source = _sources.get(function, (None, ""))
     if known_code is not code:
         try:
@@ -119,15 +152,15 @@ def nodes_of(tree: ast.AST) -> tuple[ast.AST, ...]:
 
 
 def member(cls: type, name: str) -> Any:
-    """Return a member of a class without running a descriptor; None if there is none."""
-    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+    """Return a member of a class without running a descriptor; `...` if there is none."""
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), ...)
 
 
 def functions_of(cls: type[nn.Module]) -> dict[str, FunctionType]:
     """Return the methods of a class that run in a call, without those that construct or initialise modules."""
     functions, bases = {}, cls.__mro__[: cls.__mro__.index(nn.Module)]
-    members: dict[str, Any] = {name: value for base in reversed(bases) for name, value in vars(base).items()}
-    for name, value in members.items():
+    for name in dict.fromkeys(name for base in bases for name in vars(base)):
+        value = look_up(cls, name)
         if name.startswith("__") or name == "_init_weights" or not callable(value):
             continue
         function = inspect.unwrap(value)
@@ -154,7 +187,7 @@ def method_to_rewrite(cls: type[nn.Module], name: str) -> Method:
     Raises:
         NotUnderstoodError: the source doesn't show everything that runs.
     """
-    attribute = member(cls, name)
+    attribute = look_up(cls, name)
     method = read_function(inspect.unwrap(attribute))
     code, defined = method.function.__code__, dict[str, Any]()
     flags = code.co_flags & __future__.annotations.compiler_flag

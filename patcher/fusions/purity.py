@@ -28,7 +28,7 @@ from patcher.fusions.methods import (
     Method,
     NotUnderstoodError,
     located,
-    member,
+    look_up,
     nodes_of,
     read_function,
     self_of,
@@ -262,8 +262,8 @@ class Body:
         for members in (self.module._parameters, self.module._buffers, self.module._modules, vars(self.module)):
             if name in members:
                 return members[name]
-        value = member(type(self.module), name)
-        return ... if value is None or isinstance(value, property) else value
+        value = look_up(type(self.module), name)
+        return ... if isinstance(value, property) else value
 
     def _assigned_attributes(self) -> frozenset[str]:
         """The attributes that methods of the module assign, whose current values prove nothing."""
@@ -279,11 +279,11 @@ class Body:
         """Return the object of a dotted name outside of the function; `...` if it isn't known."""
         match node:
             case ast.Name(id=name) if name not in self.assigned:
-                return self.method.function.__globals__.get(name, getattr(builtins, name, ...))
+                return look_up(self.method.function.__globals__, name)
             case ast.Attribute(value=inner, attr=attr):
                 owner = self.resolve(inner)
                 if isinstance(owner, ModuleType | type):
-                    return getattr(owner, attr, ...)
+                    return look_up(owner, attr)
         return ...
 
     def evaluate(self, test: ast.expr) -> bool:
@@ -430,7 +430,7 @@ class Body:
             return False, f"{cls.__name__} isn't called by the forward of its class"
         if cls in _LAYERS:
             return _call_of_layer(module)
-        return self._follow(unwrapped(member(cls, "forward")), node, module)
+        return self._follow(unwrapped(look_up(cls, "forward")), node, module)
 
     # --- followed functions ------------------------------------------------------------------------------------------
 
@@ -480,7 +480,7 @@ class Body:
 
     def problem_of_property(self, name: str) -> str:
         """Why reading an attribute of the module may write into a tensor, "" if it isn't a property."""
-        getter = member(type(self.module), name)
+        getter = look_up(type(self.module), name)
         if not isinstance(getter, property) or name in self.parts or name in vars(self.module):
             return ""
         return f"the property {name!r} isn't followed"

@@ -21,9 +21,12 @@ from patcher.fusions.methods import (
     Method,
     NotUnderstoodError,
     functions_of,
+    is_importable,
     located,
+    look_up,
     method_to_rewrite,
     nodes_of,
+    recorded,
     self_of,
     trees_of,
 )
@@ -106,13 +109,15 @@ def called_with(cls: type[nn.Module], names: Iterable[str]) -> list[tuple[str, .
 
 @dataclass(frozen=True, eq=False)
 class _Analysis:
-    """The result for a module, which applies to identical modules.
+    """The result for a module, which applies to identical modules as long as the same is looked up.
 
     Attributes:
+        looked_up: owner, name and object.
         constants: the attributes of the module, and of its caller, whose values the result depends on.
     """
 
     key: Any
+    looked_up: tuple[tuple[Any, str, Any], ...]
     constants: tuple[Mapping[str, Any], Mapping[str, Any]]
     result: tuple[Form, ...] | str
 
@@ -123,6 +128,9 @@ class _Analysis:
         return self.key == key and all(current == value for current, value in used)
 
 
+#: Class -> the results for its objects. Only of classes that are never freed, as a result refers to them.
+_analyses: dict[type[nn.Module], list[_Analysis]] = {}
+
 #: A module, its projections, and its caller, if that is known.
 Candidate = tuple[nn.Module, tuple[str, ...], Caller | None]
 
@@ -132,14 +140,20 @@ def forms_of(candidates: Mapping[str, Candidate]) -> dict[str, tuple[Form, ...] 
 
     Identical modules are analyzed once.
     """
+    callers = {path: caller.classes if caller is not None else None for path, (_, _, caller) in candidates.items()}
     result: dict[str, tuple[Form, ...] | str] = {}
-    analyses: list[_Analysis] = []
+    current: dict[type[nn.Module], list[_Analysis]] = {}
     for path, (module, group, caller) in candidates.items():
-        key = group, _structure(module, group), caller.classes if caller is not None else None
-        analysis = next((entry for entry in analyses if entry.applies_to(module, key, caller)), None)
+        cls, key = type(module), (group, _structure(module, group), callers[path])
+        if cls not in current:
+            analyses = _analyses.get(cls, ())
+            current[cls] = [entry for entry in analyses if all(look_up(*it[:2]) is it[2] for it in entry.looked_up)]
+            if is_importable(cls):
+                _analyses[cls] = current[cls]
+        analysis = next((entry for entry in current[cls] if entry.applies_to(module, key, caller)), None)
         if analysis is None:
             analysis = _analyze(module, group, caller, key)
-            analyses.append(analysis)
+            current[cls].append(analysis)
         result[path] = analysis.result
     return result
 
@@ -147,12 +161,16 @@ def forms_of(candidates: Mapping[str, Candidate]) -> dict[str, tuple[Form, ...] 
 def _analyze(module: nn.Module, group: tuple[str, ...], caller: Caller | None, key: Any) -> _Analysis:
     constants: dict[str, Any] = {}
     result: tuple[Form, ...] | str
+    recorded.entries = {}
     try:
         result = _forms_of(module, group, caller, constants)
         result = (caller.uses_as_modules(group) if caller is not None else "") or result
     except NotUnderstoodError as error:
         result = str(error)
-    return _Analysis(key, (constants, caller.constants if caller is not None else {}), result)
+    finally:
+        looked_up = tuple((owner, name, found) for (_, name), (owner, found) in recorded.entries.items())
+        recorded.entries = None
+    return _Analysis(key, looked_up, (constants, caller.constants if caller is not None else {}), result)
 
 
 def _structure(module: nn.Module | None, group: Iterable[str] = ()) -> Any:
