@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -88,36 +88,37 @@ class Caller:
 
     def uses_as_modules(self, group: tuple[str, ...]) -> str:
         """Describe the uses of children of the module other than calls, "" if there are none."""
-        by_method: dict[str, list[str]] = {}
-        for method, tree in trees_of(type(self.module)).items() if self.module is not None else ():
-            for node in taken_as_modules(tree, group, lambda owner: getattr(owner, "attr", None) == self.name):
-                by_method.setdefault(f"{type(self.module).__name__}.{method}()", []).append(ast.unparse(node))
-        uses = dict.fromkeys(text for texts in by_method.values() for text in texts)
-        if not uses:
+        if self.module is None:
             return ""
-        return f"{' and '.join(by_method)} takes {', '.join(uses)}, which must stay modules of their own for that"
+        return uses_as_modules(type(self.module), group, lambda _, owner: getattr(owner, "attr", None) == self.name)
 
 
-def taken_as_modules(
-    tree: ast.AST, group: Iterable[str], is_owner: Callable[[ast.expr], bool]
-) -> Iterator[ast.Attribute]:
-    """Yield the uses of children other than calls, comparisons with None, and attributes that they keep.
+def uses_as_modules(
+    cls: type[nn.Module], group: tuple[str, ...], is_owner: Callable[[ast.FunctionDef, ast.expr], bool]
+) -> str:
+    """Describe the uses of children other than calls, comparisons with None, and attributes that they keep.
 
     Args:
-        is_owner: whether an expression is the module that has the children.
+        is_owner: whether an expression in a method is the module that has the children.
     """
-    allowed: list[ast.expr] = []
-    for node in nodes_of(tree):  # a node comes before those inside of it
-        match node:
-            case ast.Attribute(value=owner, attr=attr) if attr in group and is_owner(owner):
-                if node not in allowed:
-                    yield node
-            case ast.Attribute(value=inner, attr=attr) if attr in KEPT:
-                allowed.append(inner)
-            case ast.Compare(left=inner, ops=[ast.Is() | ast.IsNot()], comparators=[ast.Constant(value=None)]):
-                allowed.append(inner)
-            case ast.Call(func=inner):
-                allowed.append(inner)
+    by_method: dict[str, dict[str, None]] = {}
+    for name, tree in trees_of(cls).items():
+        allowed: list[ast.expr] = []
+        for node in nodes_of(tree):  # a node comes before those inside of it
+            match node:
+                case ast.Attribute(value=owner, attr=attr) if attr in group and is_owner(tree, owner):
+                    if node not in allowed:
+                        by_method.setdefault(f"{cls.__name__}.{name}()", {})[ast.unparse(node)] = None
+                case ast.Attribute(value=inner, attr=attr) if attr in KEPT:
+                    allowed.append(inner)
+                case ast.Compare(left=inner, ops=[ast.Is() | ast.IsNot()], comparators=[ast.Constant(value=None)]):
+                    allowed.append(inner)
+                case ast.Call(func=inner):
+                    allowed.append(inner)
+    uses = dict.fromkeys(text for texts in by_method.values() for text in texts)
+    if not uses:
+        return ""
+    return f"{' and '.join(by_method)} takes {', '.join(uses)}, which must stay modules of their own for that"
 
 
 def _parameters(module: nn.Module) -> list[str]:

@@ -63,6 +63,11 @@ _LAYERS: frozenset[type[nn.Module]] = frozenset(
         "MaxPool1d MaxPool2d AdaptiveAvgPool1d AdaptiveAvgPool2d Upsample"
     ).split()
 )
+#: Functions of torch that always return a new tensor.
+_RETURNING_NEW = (
+    *(getattr(torch, name) for name in "matmul bmm baddbmm softmax cat stack where".split()),
+    *(nn.functional.softmax, nn.functional.scaled_dot_product_attention),
+)
 #: Types without methods that modify anything.
 _CONSTANT_TYPES = (type(None), int, float, str, torch.dtype, torch.device)
 _MODIFYING_SETTINGS = ("inplace", "max_norm")
@@ -162,13 +167,12 @@ class Body:
                 self.assigned[name] += [_element(argument) for argument in arguments_of(node)]
             case ast.withitem(optional_vars=ast.expr() as target):
                 self._bind(target, None)
-            case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
-                self.assigned[name].append(None)
-            case ast.Import(names=names) | ast.ImportFrom(names=names):
-                for alias in names:
-                    self.assigned.setdefault((alias.asname or alias.name).partition(".")[0], []).append(None)
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) if node is not self.method.node:
-                self.assigned[name].append(None)
+            case (
+                ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name))
+                | ast.alias(asname=str(name)) | ast.alias(name=name)
+                | ast.FunctionDef(name=name) | ast.ClassDef(name=name)
+            ) if node is not self.method.node:  # fmt: skip
+                self.assigned.setdefault(name.partition(".")[0], []).append(None)
 
     def _bind(self, target: ast.expr, value: ast.expr | None) -> None:
         match target, value:
@@ -243,7 +247,8 @@ class Body:
                 return all(map(self._is_attention, self.assigned[name] or [None]))
             case ast.Attribute(attr=attr) if self.is_self_attr(call.func) and attr not in self.parts:
                 return type(self.self_attr(attr)) is nn.Linear
-        return self.resolve(call.func) is torch.matmul or self._is_attention(call)
+        function = self.resolve(call.func)
+        return any(function is other for other in _RETURNING_NEW) or self._is_attention(call)
 
     def unknown_operand(self, node: ast.AST) -> ast.expr | None:
         """Return an operand that isn't known to be a value, and whose operator may get a tensor, if there is one."""
@@ -381,11 +386,8 @@ class Body:
         if isinstance(callee, nn.Module):
             return self._call_of_module(callee, node)
         if getattr(builtins, name, None) is callee and not is_exception:
-            takes_function = any(keyword.arg in ("key", "default", None) for keyword in node.keywords)
-            if name not in _BUILTINS:
+            if name not in _BUILTINS or any(keyword.arg in ("key", "default", None) for keyword in node.keywords):
                 return False, f"{name}() may run anything"
-            if takes_function or any(isinstance(inner, ast.GeneratorExp | ast.Lambda) for inner in ast.walk(node)):
-                return False, "it runs a function"
             return name not in ("getattr", "super") and all(map(self.is_value, arguments_of(node))), ""
         if isinstance(callee, type):
             is_known = is_exception or callee in (torch.Size, torch.device, torch.finfo)
@@ -440,17 +442,21 @@ class Body:
             return False, "its source can't be read"
         try:
             method = read_function(function)
-            names = parameters_of(method.node)[0 if module is None else 1 :]
-            states = {name for name, argument in zip(names, node.args, strict=False) if self.is_state(argument)}
-            values = dict(zip(names, map(self.is_value, node.args), strict=False))
-            if any(isinstance(argument, ast.Starred) for argument in node.args):
-                values, states = dict.fromkeys(names, False), set()
-            values |= {keyword.arg or "**": self.is_value(keyword.value) for keyword in node.keywords}
-            if "**" not in values:
-                for name, parameter in signature_of(function).parameters.items():
-                    values.setdefault(name, isinstance(parameter.default, _CONSTANT_TYPES))
-            return self._returns_value(method, module, {name for name in names if values.get(name)}, states), ""
-        except NotUnderstoodError as error:
+            passed = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg is not None}
+            is_starred = any(isinstance(argument, ast.Starred) for argument in node.args)
+            positional: list[Any] = [] if is_starred else node.args if module is None else [module, *node.args]
+            bound = signature_of(function).bind_partial(*positional, **passed)
+            if not is_starred and len(passed) == len(node.keywords):
+                bound.apply_defaults()
+            values, states = set[str](), set[str]()
+            for name, value in bound.arguments.items():
+                is_node = isinstance(value, ast.AST)
+                if self.is_value(value) if is_node else isinstance(value, _CONSTANT_TYPES):
+                    values.add(name)
+                if is_node and self.is_state(value):
+                    states.add(name)
+            return self._returns_value(method, module, values, states), ""
+        except (NotUnderstoodError, TypeError) as error:  # or the arguments don't fit
             return False, str(error)
 
     def _returns_value(

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from patcher.fusions.callers import Caller, taken_as_modules
+from patcher.fusions.callers import Caller, uses_as_modules
 from patcher.fusions.methods import (
     Method,
     NotUnderstoodError,
@@ -42,9 +42,14 @@ from patcher.fusions.purity import (
 )
 from patcher.source.call_sites import none_by_default
 
-_DEFERRED = ast.Lambda | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.GeneratorExp
-_COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp
-_LOOPS = ast.For | ast.While
+_DEFERRED = ast.Lambda | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+#: Nodes whose code may run several times, or not at once, and what they are called.
+_REPEATING = {
+    ast.For: "loop",
+    ast.While: "loop",
+    **dict.fromkeys((ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp), "comprehension"),
+    **dict.fromkeys((ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef), "nested function or class"),
+}
 _INTERNAL = frozenset(vars(nn.Module()))
 #: Attributes of tensors that aren't tensors.
 _NOT_TENSORS = ("shape", "dtype", "device")
@@ -210,26 +215,11 @@ def _forms_of(
                 raise NotUnderstoodError(f"{name} calls {', '.join(alone)} alone", calls.calls[0].lineno)
         except NotUnderstoodError as error:
             raise located(error, method) from error
-    for name, tree in trees.items():
-        _check_uses(tree, group, name, cls)
+    if uses := uses_as_modules(cls, group, lambda tree, owner: getattr(owner, "id", None) == self_of(tree)):
+        raise NotUnderstoodError(uses)
     if not forms:
         raise NotUnderstoodError(f"{', '.join(group)} are never called together")
     return tuple(forms)
-
-
-def _check_uses(tree: ast.FunctionDef, group: tuple[str, ...], method: str, cls: type[nn.Module]) -> None:
-    """Raise for a use of a projection other than a call, or a read of an attribute that it keeps."""
-    where, this = f"{cls.__name__}.{method}", self_of(tree)
-    for node in taken_as_modules(tree, group, lambda owner: getattr(owner, "id", None) == this):
-        if not isinstance(node.ctx, ast.Load):
-            raise NotUnderstoodError(f"{where}: {node.attr} is assigned")
-        raise NotUnderstoodError(f"{where} takes {node.attr} as a module of its own")
-    for call in nodes_of(tree):
-        match call:
-            case ast.Call(func=ast.Attribute(value=ast.Attribute(value=ast.Attribute(attr=part)), attr=name)) if (
-                part in group and name.endswith("_")
-            ):
-                raise NotUnderstoodError(f"{where} writes into {ast.unparse(call.func.value)}", call.lineno)  # type: ignore[attr-defined]
 
 
 class _Calls:
@@ -252,8 +242,6 @@ class _Calls:
         self._reached = dict.fromkeys(body.reached(self._ruled_out))
         self.calls = [call for call in called_parts(method.node, group) if call in self._reached]
         self.are_all_called = {_called_name(call) for call in self.calls} == {*group}
-        #: the loops around calls
-        self.loops = {node for call in self.calls for node in self._ancestors(call) if isinstance(node, _LOOPS)}
 
     def _body(self, values: Iterable[str] = (), **options: Any) -> Body:
         return Body(self.method, self.module, values, cache=self._followed, **options)
@@ -269,19 +257,16 @@ class _Calls:
                 self._assigned.setdefault(name, []).append(node)
         roots = self._shared_roots()
         is_split = self._is_straight()
-        region = list(self._between(is_split=is_split))
-        last = positions(self.calls[-1])[1]
-        deferred = [node for node in nodes_of(self.method.node) if isinstance(node, _DEFERRED)]
-        deferred = [node for node in deferred if node is not self.method.node and positions(node)[0] < last]
-        generators = [node for node in deferred if isinstance(node, ast.GeneratorExp)]
-        region += [inner for node in generators for inner in ast.walk(node) if inner is not node]
+        region, last = list(self._between()), positions(self.calls[-1])[1]
+        for node in nodes_of(self.method.node):  # what is defined before may run between the calls
+            if node is self.method.node or not isinstance(node, _DEFERRED | ast.GeneratorExp):
+                continue
+            if positions(node)[0] < last:
+                region += [node] if isinstance(node, _DEFERRED) else [*nodes_of(node)[1:]]
         try:
             required = self._required_values(region)
         except NotUnderstoodError as error:
             raise NotUnderstoodError(f"between the projections: {error}", error.line) from error
-        for node in deferred:
-            if node not in generators:
-                raise NotUnderstoodError(f"{shorten(node)!r} may run between the projections", positions(node)[0][0])
         self._check_assigned(region, roots, is_split=is_split)
         conditions = [text for text, node in self._ruled_out if self._is_relevant(node, roots)]
         if required:
@@ -298,7 +283,7 @@ class _Calls:
 
     def _nodes_until_last_call(self) -> list[ast.AST]:
         """Return the nodes that may run until the last call, which determine the variables between the calls."""
-        end = max(positions(node)[1] for node in (self.calls[-1], *self.loops))
+        end = positions(self.calls[-1])[1]
         return [node for node in self._reached if not hasattr(node, "end_lineno") or positions(node)[0] <= end]
 
     def _required_values(self, region: list[ast.AST]) -> list[str]:
@@ -335,7 +320,7 @@ class _Calls:
         start, roots = positions(self.calls[0])[0], set[Value]().union(*map(self._roots, self.calls))
         names = {_argument_of(call).id for call in self.calls}
         for name, nodes in self._assigned.items():
-            if any(positions(node)[1] > start or self._in_loop(node) for node in nodes):
+            if any(positions(node)[1] > start for node in nodes):
                 names.discard(name)
         return names | {name for name, count in roots if not count and name not in self._assigned}
 
@@ -346,12 +331,8 @@ class _Calls:
             if name not in roots and not is_split:
                 continue
             for node in region:
-                if name in _assigned_by(node) and (positions(node)[1] <= positions(call)[0] or self._in_loop(node)):
+                if name in _assigned_by(node) and positions(node)[1] <= positions(call)[0]:
                     raise NotUnderstoodError(f"{name} is assigned between the projections", positions(node)[0][0])
-
-    def _in_loop(self, node: ast.AST) -> bool:
-        """Whether a node is in a loop around calls."""
-        return not self.loops.isdisjoint(self._ancestors(node))
 
     # --- branches ----------------------------------------------------------------------------------------------------
 
@@ -369,14 +350,11 @@ class _Calls:
 
     def _check_call(self, call: ast.Call) -> None:
         name = _called_name(call)
-        if len(call.args) != 1 or call.keywords or isinstance(call.args[0], ast.Starred):
-            raise NotUnderstoodError(f"{shorten(call)!r} doesn't pass one positional argument", call.lineno)
-        if not isinstance(call.args[0], ast.Name):
-            raise NotUnderstoodError(f"the input of {name} is {shorten(call.args[0])!r}, not a variable", call.lineno)
+        if call.keywords or [type(argument) for argument in call.args] != [ast.Name]:
+            raise NotUnderstoodError(f"{shorten(call)!r} doesn't pass a variable, and nothing else", call.lineno)
         for node in self._ancestors(call):
-            if isinstance(node, _DEFERRED | _COMPREHENSIONS) and node is not self.method.node:
-                kind = "comprehension" if isinstance(node, _COMPREHENSIONS) else "nested function or class"
-                raise NotUnderstoodError(f"{name} is called in a {kind}", call.lineno)
+            if type(node) in _REPEATING and node is not self.method.node:
+                raise NotUnderstoodError(f"{name} is called in a {_REPEATING[type(node)]}", call.lineno)
 
     def _shared_roots(self) -> set[str]:
         """Return the variables whose values the projections get.
@@ -442,9 +420,7 @@ class _Calls:
             if entry in seen:
                 continue
             seen.add(entry)
-            assignments = [
-                node for node in self._assigned.get(name, ()) if positions(node)[1] <= end or self._in_loop(node)
-            ]
+            assignments = [node for node in self._assigned.get(name, ()) if positions(node)[1] <= end]
             values = [_names_of(_value_of(node), self._reached) for node in assignments]
             if None in values or not values or name in parameters_of(self.method.node):
                 roots.add((name, len(values) if None in values else 0))
@@ -454,34 +430,22 @@ class _Calls:
 
     # --- between the calls -------------------------------------------------------------------------------------------
 
-    def _between(self, *, is_split: bool) -> Iterator[ast.AST]:
-        """Yield the nodes that may run after the first call and before the last one.
-
-        All nodes of a loop around calls may, unless the split is in the loop, too, and repeated with it.
-        """
-        first, last = self.calls[0], self.calls[-1]
-        start, end = positions(first)[1], positions(last)[1]
-        repeated = set(self._ancestors(first)) if is_split else set()
-        for loop in self.loops - repeated:
-            start, end = min(start, positions(loop)[0]), max(end, positions(loop)[1])
-        containing = set(self._ancestors(last))
+    def _between(self) -> Iterator[ast.AST]:
+        """Yield the nodes that may run after the first call and before the last one."""
+        start, end = positions(self.calls[0])[1], positions(self.calls[-1])[1]
+        containing = set(self._ancestors(self.calls[-1]))
         placed = [node for node in self._reached if node is not self.method.node and hasattr(node, "end_lineno")]
         for node in sorted(placed, key=_outer_first):
             if node in self.calls:
                 continue
-            if isinstance(node, ast.With | ast.Try | ast.Match) and not self._contains_all_or_none(node):
-                raise NotUnderstoodError(
-                    f"a '{type(node).__name__.lower()}' has some of the projections in it, and others are outside",
-                    node.lineno,
-                )
-            # An expression takes effect where it ends; one around the last call does so after it.
-            if start < positions(node)[1] <= end and (node not in containing or end > positions(last)[1]):
+            begin, finish = positions(node)
+            if isinstance(node, ast.With | ast.Try | ast.Match):  # it takes effect where it begins and where it ends
+                is_between = start < begin < end or start <= finish < end
+            else:  # an expression takes effect where it ends, so one around the last call does so after it
+                is_between = start < finish <= end and node not in containing
+            if is_between:
                 yield node
                 yield from getattr(node, "generators", ())
-
-    def _contains_all_or_none(self, node: ast.AST) -> bool:
-        inside = [call for call in self.calls if node in self._ancestors(call)]
-        return len(inside) in (0, len(self.calls))
 
     def _ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
         while node is not self.method.node:
@@ -495,37 +459,25 @@ class _Calls:
             node = self.parents[node]
         return node
 
-    def _is_in_one_block(self) -> bool:
-        """Whether all calls are in the block of the first one's statement, or in blocks nested in it."""
-        block = self.parents[self._statement(self.calls[0])]
-        return all(block in self._ancestors(call) for call in self.calls)
-
     def _is_straight(self) -> bool:
         """Whether one call before the statement of the first call can replace all calls."""
         first, statement = self.calls[0], self._statement(self.calls[0])
         if len({_called_name(call) for call in self.calls}) < len(self.calls):
             return False
-        if len({_argument_of(call).id for call in self.calls}) > 1 or not self._is_in_one_block():
+        block = self.parents[statement]  # all calls are in it, or in blocks nested in it
+        if len({_argument_of(call).id for call in self.calls}) > 1:
+            return False
+        if not all(block in self._ancestors(call) for call in self.calls):
             return False
         if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.Return | ast.Expr):
             return False  # in the head of a compound statement
         start = positions(statement)[0]
         if self.method.source.encode().split(b"\n")[start[0] - 1][: start[1]].strip():
             return False  # after another statement in the same line
-        inner: ast.AST = first
-        for node in self._ancestors(first):
-            if node is statement:
-                break
-            if isinstance(node, ast.IfExp) and inner is not node.test:
-                return False
-            if isinstance(node, ast.BoolOp) and inner is not node.values[0]:
-                return False
-            inner = node
-        before = [
-            node
-            for node in ast.walk(statement)
-            if hasattr(node, "end_lineno") and positions(node)[1] <= positions(first)[0]
-        ]
+        if any(isinstance(node, ast.IfExp | ast.BoolOp) and first in nodes_of(node) for node in nodes_of(statement)):
+            return False
+        placed = (node for node in nodes_of(statement) if hasattr(node, "end_lineno"))
+        before = [node for node in placed if positions(node)[1] <= positions(first)[0]]
         body = self._body(tensors=self._inputs(), parts=self.group, runs=self._nodes)
         return not any(isinstance(node, ast.NamedExpr) or problem_of(body, node) for node in before)
 
@@ -534,7 +486,7 @@ class _Calls:
     def _is_written(self) -> bool:
         """Whether a part may be modified in place, leaves the method, or gets a view that must be contiguous."""
         start = positions(self.calls[0])[1]
-        body = self._body(parameters_of(self.method.node)[1:], parts=self.group)
+        body = self._body(parameters_of(self.method.node)[1:], parts=self.group, runs=self._reached)
         reached = [node for node in self._reached if node is not self.method.node and hasattr(node, "end_lineno")]
         later = [node for node in reached if positions(node)[1] > start]
         parts = set[str]()  # the variables that may be a part, or contain one
@@ -605,17 +557,9 @@ def _parents_of(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
 
 def _assigned_by(node: ast.AST) -> set[str]:
     """Return the names that a node assigns, without its children."""
-    targets: list[ast.AST] = []
-    match node:
-        case ast.Assign():
-            targets = list(node.targets)
-        case ast.AnnAssign(value=ast.expr()) | ast.AugAssign() | ast.NamedExpr() | ast.For() | ast.comprehension():
-            targets = [node.target]
-        case ast.Delete():
-            targets = list(node.targets)
-        case ast.With():
-            targets = [item.optional_vars for item in node.items if item.optional_vars is not None]
-    names = (name for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
+    targets: list[Any] = [*getattr(node, "targets", ()), getattr(node, "target", None)]
+    targets += [item.optional_vars for item in getattr(node, "items", ())]
+    names = (name for target in targets if target for name in ast.walk(target) if isinstance(name, ast.Name))
     return {name.id for name in names if isinstance(name.ctx, ast.Store | ast.Del)}
 
 
