@@ -446,3 +446,6 @@ def test_a_refusal_without_a_reason_is_a_refusal() -> None:
 def test_a_class_alone_is_not_fused() -> None:
     with pytest.raises(InvalidPatcherError, match=r"not on LlamaAttention alone; call patcher\.fusions\.fused_class"):
         QKV().make_fused_class(LlamaAttention)
+    attention = build_tiny(tiny_llama_config()).model.layers[0].self_attn
+    made = patcher.fusions.fused_class_of(QKV(), attention)
+    assert type(Patcher(fusions="qkv").apply(build_tiny(tiny_llama_config())).model.layers[0].self_attn) is made
