@@ -431,7 +431,8 @@ class Body:
         if "forward" in vars(module) or cls.__call__ is not nn.Module.__call__:
             return False, f"{cls.__name__} isn't called by the forward of its class"
         if cls in _LAYERS:
-            return _call_of_layer(module)
+            setting = next((name for name in _MODIFYING_SETTINGS if getattr(module, name, None)), "")
+            return not setting, f"{cls.__name__} has {setting}={getattr(module, setting)!r}" if setting else ""
         return self._follow(unwrapped(look_up(cls, "forward")), node, module)
 
     # --- followed functions ------------------------------------------------------------------------------------------
@@ -567,13 +568,6 @@ def _operands(node: ast.AST) -> list[ast.expr]:
 def shorten(node: ast.AST) -> str:
     """Return shortened source for a reason."""
     return shortened(node, 60)
-
-
-def _call_of_layer(module: nn.Module) -> Called:
-    """The same as `Body.call` for a layer of torch."""
-    if setting := next((name for name in _MODIFYING_SETTINGS if getattr(module, name, None)), ""):
-        return False, f"{type(module).__name__} has {setting}={getattr(module, setting)!r}"
-    return True, ""
 
 
 def _element(value: ast.expr) -> ast.expr:

@@ -249,7 +249,9 @@ class _Calls:
     def form(self) -> Form:
         for call in self.calls:
             self._check_call(call)
-        self._nodes = self._nodes_until_last_call()
+        #: the nodes that may run until the last call, which determine the variables between the calls
+        last = positions(self.calls[-1])[1]
+        self._nodes = [node for node in self._reached if not hasattr(node, "end_lineno") or positions(node)[0] <= last]
         self._assigned: dict[str, list[ast.AST]] = {}
         containing = set(self._ancestors(self.calls[-1]))
         for node in self._nodes:
@@ -257,7 +259,7 @@ class _Calls:
                 self._assigned.setdefault(name, []).append(node)
         roots = self._shared_roots()
         is_split = self._is_straight()
-        region, last = list(self._between()), positions(self.calls[-1])[1]
+        region = list(self._between())
         for node in nodes_of(self.method.node):  # what is defined before may run between the calls
             if node is self.method.node or not isinstance(node, _DEFERRED | ast.GeneratorExp):
                 continue
@@ -280,11 +282,6 @@ class _Calls:
             checked=tuple(dict.fromkeys(conditions)),
             digest=digest_of(self.method),
         )
-
-    def _nodes_until_last_call(self) -> list[ast.AST]:
-        """Return the nodes that may run until the last call, which determine the variables between the calls."""
-        end = positions(self.calls[-1])[1]
-        return [node for node in self._reached if not hasattr(node, "end_lineno") or positions(node)[0] <= end]
 
     def _required_values(self, region: list[ast.AST]) -> list[str]:
         """Return the parameters that must be values, so that nothing writes between the calls.
