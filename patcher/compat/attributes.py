@@ -23,9 +23,12 @@ _LEAVES += (range, slice, torch.dtype, torch.device, torch.Size, logging.Logger,
 
 
 def attributes(module: nn.Module, *, hooks: bool = False) -> list[tuple[str, Any]]:
-    """Return the plain attributes of a module that may refer to tensors or functions, and its hooks if wanted."""
+    """Return the plain attributes of a module that may refer to tensors or functions, and its hooks if wanted.
+
+    Without those of this package, which refer to no tensors and modules.
+    """
     values = vars(module)
-    names = [name for name in values if name not in TORCH_ATTRIBUTES]
+    names = [name for name in values if name not in TORCH_ATTRIBUTES and not name.startswith("_patcher")]
     names += [name for name in _HOOKS if values[name]] if hooks else []
     return [(name, value) for name in names if not isinstance(value := values[name], _LEAVES)]
 
@@ -77,12 +80,7 @@ def left_behind(before: Iterable[tuple[str, Any]], after: Iterable[tuple[str, nn
     gone = {id(item): name or "the model" for name, item in before if id(item) not in present}
     if not gone:
         return "", ""
-    held = [
-        (path, name, value)
-        for path, module in after
-        for name, value in attributes(module, hooks=True)
-        if not name.startswith("_patcher")  # our own, which refer to no module
-    ]
+    held = [(path, name, value) for path, module in after for name, value in attributes(module, hooks=True)]
     if not gone.keys().isdisjoint(objects_in([value for *_, value in held], lambda module: True)):
         for path, name, value in held:
             for item in gone.keys() & objects_in(value, lambda module: True):

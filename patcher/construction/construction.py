@@ -13,7 +13,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -33,7 +32,8 @@ from patcher.compat.models import (
 from patcher.construction.class_rules import ClassRules, Match
 from patcher.construction.in_force import Block, InForce, Outcome, construction_around, entered, entering, tell_blocks
 from patcher.construction.meta_init import MetaInit, without_value
-from patcher.errors import PatchConflictError, PatchConstructionError, PatcherError
+from patcher.errors import PatchConstructionError, PatcherError, calling_frame
+from patcher.expressions import cut
 from patcher.patterns import inside
 from patcher.source.reading import signature_of
 
@@ -188,7 +188,7 @@ class Construction:
             arguments = [*map(_short_repr, args), *(f"{key}={_short_repr(value)}" for key, value in kwargs.items())]
             raise PatchConstructionError(
                 f"{replacement.__qualname__} could not be built in place of {original.__qualname__}"
-                f"{_where(error.__traceback__)}: {type(error).__name__}: {error}\n"
+                f"{_where()}: {type(error).__name__}: {error}\n"
                 f"It was called as {replacement.__qualname__}({', '.join(arguments)}). A replacement is constructed "
                 f"with the arguments of {original.__qualname__}.__init__{advice}."
             ) from error
@@ -256,18 +256,12 @@ def _initialize(
 
 
 def _short_repr(value: Any) -> str:
-    text = repr(value) if isinstance(value, bool | int | float | str | None) else f"<{type(value).__name__}>"
-    return text if len(text) <= 60 else text[:57] + "..."
+    return cut(repr(value)) if isinstance(value, bool | int | float | str | None) else f"<{type(value).__name__}>"
 
 
-def _where(traceback: TracebackType | None) -> str:
-    """Describe the line that constructs the object: the first frame outside of this package."""
-    frame = traceback.tb_frame if traceback is not None else None
-    package = str(Path(__file__).parent.parent)
-    while frame is not None and frame.f_code.co_filename.startswith(package):
-        frame = frame.f_back
-    if frame is None:
-        return ""
+def _where() -> str:
+    """Describe the line that constructs the object: the first one outside of this package."""
+    frame = calling_frame(("patcher.",))
     owner, _, name = frame.f_code.co_qualname.rpartition(".")
     cls = f" of {owner.rpartition('.')[2]}" if owner and not owner.endswith("<locals>") else ""
     return f", in {name}{cls} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
@@ -280,7 +274,7 @@ def replace_modules(construction: Construction, model: PreTrainedModel) -> None:
     """Replace the modules that module mappings name, from the outside in.
 
     Raises:
-        PatchConflictError: if two patterns map one module to different classes.
+        PatchConflictError: if two patterns that match one path have different replacements.
         PatchConstructionError: if a replacement can't be built, or the arguments of the original aren't known.
     """
     if not any(entry.patcher.module_mapping for entry in construction.rules.entries):
@@ -337,7 +331,7 @@ def _replace(
     paths = [other for other, submodule in there.items() if submodule is module]
     for other in paths:
         other_match = rules.match_path(other, stock_class(module), used_around(other))
-        if other_match is None:
+        if other_match is None or other_match.replacement is not match.replacement:
             member = match.entry, "module_mapping"
             problem = (
                 f"module_mapping: {match.key!r} names {path}, which is {other} as well: a module at two paths is "
@@ -346,12 +340,6 @@ def _replace(
             outcome = Outcome(frozenset({(*member, match.key)}), {(*member, ((path, other),)): partial(str, problem)})
             construction.outcome |= outcome
             return
-        if other_match.replacement is not match.replacement:
-            raise PatchConflictError(
-                f"module_mapping: {path} and {other} are one module, and {match.key!r} maps it to "
-                f"{match.replacement.__qualname__}, {other_match.key!r} to {other_match.replacement.__qualname__}. "
-                "Map both to one class."
-            )
     if type(module) is not match.replacement:  # as in a part that was loaded separately
         module = rebuilt(construction, path, module, match)
     for other in paths:
@@ -394,6 +382,7 @@ def _attributes(path: str, module: nn.Module, match: Match) -> tuple[tuple[Any, 
     kwargs: dict[str, Any] = {}
     accepted = signature_of(match.replacement).parameters
     accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    accepts_all &= match.replacement.__init__ is not nn.Module.__init__  # which refuses what its signature accepts
     for name, parameter in inspect.signature(type(module)).parameters.items():
         if name in ("device", "dtype") or name.startswith("_"):
             continue

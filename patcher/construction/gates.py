@@ -89,18 +89,6 @@ def _gate(cls: type[nn.Module], before: Any) -> Any:
     return __init__
 
 
-def own_members(cls: type) -> dict[str, Any]:
-    """Return the members of a class itself, without a gate, and without its annotations."""
-    with process_lock:
-        members = {name: value for name, value in vars(cls).copy().items() if not name.startswith("__annot")}
-        gate = bound.get((id(cls), "__init__"))
-        if gate is not None and members.get("__init__") is gate.after:
-            del members["__init__"]
-            if gate.before is not None:
-                members["__init__"] = gate.before
-    return members
-
-
 def without_stand_ins(namespace: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a namespace with the original classes."""
     return {name: _unwrapped(value) for name, value in namespace.items()}

@@ -27,8 +27,7 @@ from transformers import PretrainedConfig
 
 from patcher.compat.attributes import parts_of
 from patcher.compat.modeling_code import is_architecture_module, is_modeling_module, is_module_class, registered
-from patcher.construction.gates import own_members
-from patcher.source.alike import without_kernel
+from patcher.source.alike import own_members, without_kernel
 from patcher.spec.like import Like, find_like, reference
 
 #: Function mappings in a form that can be hashed and pickled, the innermost first.

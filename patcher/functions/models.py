@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import FunctionType
@@ -16,7 +15,7 @@ from patcher.compat.attributes import TORCH_ATTRIBUTES, attributes
 from patcher.compat.modeling_code import REBOUND, chosen_in, unrebound
 from patcher.compat.models import named_modules
 from patcher.errors import PatchConstructionError
-from patcher.functions.graph import BUILDS, SHARED, Edge, Hit, Layers, Node, decompose, is_followed, references_of
+from patcher.functions.graph import BUILDS, SHARED, Edge, Hit, Layers, Node, is_followed, references_of
 from patcher.functions.rebinding import Rebinder, lock, rebinder_of, rebinders
 from patcher.spec.like import reference
 
@@ -43,6 +42,8 @@ class Functions:
 
 NO_FUNCTIONS = Functions()
 
+#: Attribute of a module: name of a plain attribute -> the function there and the original, if it calls a replacement.
+_KEPT = "_patcher_kept"
 #: How modules reach a function through their hooks, and the advice: the class that registers one may be another.
 _HOOK = "a hook"
 _HOOK_LATER = (
@@ -98,33 +99,22 @@ def swap_functions(model: nn.Module, functions: Functions) -> None:
         for _, module in named_modules(model):
             if unrebound(type(module)) is type(module):
                 module.__class__ = rebinder.class_of(type(module))
+            kept = dict(vars(module).get(_KEPT, {}))
             for name, value in attributes(module):
-                module.__dict__[name] = rebinder.copy(value)
+                if (copied := rebinder.copy(value)) is not value:
+                    kept[name] = copied, kept[name][1] if name in kept else value
+                    module.__dict__[name] = copied
+            if kept:
+                module.__dict__[_KEPT] = kept
 
 
 def restore_functions(model: nn.Module) -> None:
     """Restore the original functions in a model, in place."""
-    own: dict[type[nn.Module], dict[int, Any]] = {}
     for _, module in named_modules(model):
-        if (rebinder := rebinder_of(module)) is not None and type(module) not in own:
-            own[type(module)] = rebinder.originals(unrebound(type(module)))
-    # Of all: a class may have passed a function to a module of another one.
-    everywhere = {key: original for originals in own.values() for key, original in originals.items()}
-    for _, module in named_modules(model):
-        originals = {**everywhere, **own.get(type(module), {})}
         module.__class__ = unrebound(type(module))
-        for name, value in attributes(module):
-            module.__dict__[name] = _restored(value, originals)
-
-
-def _restored(value: Any, originals: Mapping[int, Any]) -> Any:
-    if id(value) in originals:
-        return originals[id(value)]
-    if isinstance(value, FunctionType):
-        return unrebound(value)
-    parts, build = decompose(value) or ((), None)
-    restored = tuple(_restored(part, originals) for part in parts)
-    return build(*restored) if build is not None and any(map(operator.is_not, restored, parts)) else value
+        for name, (copied, original) in module.__dict__.pop(_KEPT, {}).items():
+            if module.__dict__.get(name) is copied:  # not set to another since
+                module.__dict__[name] = original
 
 
 class _Search:

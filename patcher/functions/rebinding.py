@@ -18,10 +18,11 @@ from typing import Any
 from torch import nn
 
 from patcher.compat.modeling_code import REBOUND
-from patcher.construction.gates import own_members, without_stand_ins
+from patcher.construction.gates import without_stand_ins
 from patcher.errors import PatchConstructionError
 from patcher.functions.graph import Edge, FunctionRules, Graph, Hit, Layers, closure_of, decompose, is_followed
 from patcher.layouts.carried import RECIPE, reduce_by_recipe
+from patcher.source.alike import own_members
 
 lock = threading.RLock()
 #: mappings -> their latest rebinder, as long as a class of it lives
@@ -53,11 +54,6 @@ class Rebinder:
         """Yield the functions that find a replaced one by a global name, that name, and the replaced one."""
         for node in map(self.graph.nodes.__getitem__, self._functions):
             yield from ((node.value, edge.name, edge.hit) for edge in node.edges if edge.name and edge.hit is not None)
-
-    def originals(self, cls: type) -> dict[int, Any]:
-        """Return id of a replacement -> the function that it replaces in a class."""
-        nodes = self.graph.reached(self.add(cls))
-        return {id(hit.replacement): hit.original for node in nodes for hit in node.hits()}
 
     def copy(self, value: Any) -> Any:
         """Return the replacement or copy of a function or wrapper; itself, if it calls no replaced function."""

@@ -190,15 +190,18 @@ def _separate(layout: Layout, prefix: str, tensors: Mapping[str, torch.Tensor]) 
         parts = dict(zip(layout.stock, layout.separate(list(fused.values())), strict=True))
     except ValueError as error:  # one of several has another dtype
         raise _not_saved(f"{prefix}{layout.stock[0]}", str(error)) from error
-    for name, expected in zip(layout.stock, layout.stock_shapes, strict=True):
-        if tuple(parts[name].shape) != tuple(expected):
-            raise _not_saved(f"{prefix}{name}", f"{layout} gives {tuple(parts[name].shape)}, and it was {expected}")
-    if not is_exact(layout, next(iter(fused.values()))):
+    wrong = [
+        f"gives in reverse {name} the shape {tuple(parts[name].shape)}, the checkpoint had {tuple(shape)}"
+        for name, shape in zip(layout.stock, layout.stock_shapes, strict=True)
+        if tuple(parts[name].shape) != tuple(shape)
+    ]
+    if not wrong and not is_exact(layout, next(iter(fused.values()))):
+        wrong = ["doesn't restore the values that it converts (tried with random ones)"]
+    if wrong:
         raise _not_saved(
             f"{prefix}{layout.stock[0]}",
-            f"{layout} doesn't restore the values that it converts (tried with random ones). Correct its reverse, the "
-            "`reverse_op` of an operation or the `separate` of a layout, or save the runtime layout yourself with "
-            "`safetensors.torch.save_model(model, ...)`",
+            f"{layout} {wrong[0]}. Correct its reverse, the `reverse_op` of an operation or the `separate` of a "
+            "layout, or save the runtime layout yourself with `safetensors.torch.save_model(model, ...)`",
         )
     return {name: by_itself(part) for name, part in parts.items()}
 

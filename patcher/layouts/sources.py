@@ -55,15 +55,20 @@ class Source:
 
 
 class JoinedRows(Source):
-    """The rows of several tensors or sources, concatenated; in equal blocks with a share of every part, if several."""
+    """Consecutive rows of several tensors or sources, concatenated.
 
-    def __init__(self, parts: Sequence[Any], blocks: int = 1) -> None:
-        sizes = [shape_of(part)[0] for part in parts]
-        super().__init__((sum(sizes), *shape_of(parts[0])[1:]), dtype_of(parts[0]))
+    Args:
+        parts: (tensor or source, its first row, the number of rows).
+        blocks: the number of equal blocks, each with its share of the rows of every part.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Any, int, int]], blocks: int = 1) -> None:
+        first = parts[0][0]
+        super().__init__((sum(rows for *_, rows in parts), *shape_of(first)[1:]), dtype_of(first))
         self._pieces = [
-            RowSlice(part, block * (size // blocks), size // blocks)
+            (source, start + block * (rows // blocks), rows // blocks)
             for block in range(blocks)
-            for part, size in zip(parts, sizes, strict=True)
+            for source, start, rows in parts
         ]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -72,31 +77,16 @@ class JoinedRows(Source):
             first = slice(None)
         if not isinstance(first, slice) or first.step not in (None, 1):
             return self[...][index]
-        start, stop, _ = first.indices(self._shape[0])
-        pieces, end = [], 0
-        for piece in self._pieces:
-            begin, end = end, end + piece.rows
-            low, high = max(start, begin), min(stop, end)
-            if low < high:
-                pieces.append(piece[(slice(low - begin, high - begin), *rest)])
-        return concatenate(pieces) if pieces else self._pieces[0][(slice(0, 0), *rest)]
-
-
-class RowSlice(Source):
-    """Consecutive rows of a tensor or source."""
-
-    def __init__(self, source: Any, start: int, rows: int) -> None:
-        super().__init__((rows, *shape_of(source)[1:]), dtype_of(source))
-        self._source, self._start, self.rows = source, start, rows
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        first, *rest = index if isinstance(index, tuple) else (index,)
-        start, stop, _ = (slice(None) if first is Ellipsis else first).indices(self.rows)
-        rows: Any = (slice(self._start + start, self._start + stop), *rest)
-        if not rest and rows == (slice(0, shape_of(self._source)[0]),):
-            rows = ...  # which a memory-mapped file returns without a copy
-        tensor: torch.Tensor = self._source[rows]
-        return tensor
+        begin, end, _ = first.indices(self._shape[0])
+        pieces, position = [], 0
+        for source, start, rows in self._pieces:
+            low, high = max(begin - position, 0), min(end - position, rows)
+            position += rows
+            if low >= high:
+                continue
+            is_whole = not rest and high - low == shape_of(source)[0]  # which a mapped file returns without a copy
+            pieces.append(source[...] if is_whole else source[(slice(start + low, start + high), *rest)])
+        return concatenate(pieces) if pieces else self._pieces[0][0][(slice(0, 0), *rest)]
 
 
 class Computed(Source):
@@ -140,14 +130,14 @@ class Computation:
 def in_blocks(layout: Rows, source: Any) -> Any:
     """Return a source of joined rows, which lie part by part, rearranged in the blocks of a layout."""
     starts = itertools.accumulate(layout.sizes, initial=0)
-    parts = [RowSlice(source, start, rows) for start, rows in zip(starts, layout.sizes, strict=False)]
-    return JoinedRows(parts, layout.blocks)
+    return JoinedRows([(source, *rows) for rows in zip(starts, layout.sizes, strict=False)], layout.blocks)
 
 
 def fused_sources(layout: Layout, sources: Sequence[Any]) -> list[Any]:
     """Return the sources of the fused parameters of a layout, given those of the stock parameters."""
     if type(layout) is Rows:
-        return [sources[0] if len(sources) == 1 else JoinedRows(sources, layout.blocks)]
+        parts = [(source, 0, shape_of(source)[0]) for source in sources]
+        return [sources[0] if len(sources) == 1 else JoinedRows(parts, layout.blocks)]
 
     @torch.no_grad()
     def fuse(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:

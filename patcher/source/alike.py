@@ -121,7 +121,9 @@ class _Comparison:
             self.compare(parts, _parts(other), where)
 
     def _compare_classes(self, one: type, other: type, where: str) -> None:
-        members, others = _members(one), _members(other)
+        members, others = (
+            {name: value for name, value in own_members(cls).items() if name not in _IGNORED} for cls in (one, other)
+        )
         differing = ", ".join(sorted(members.keys() ^ others.keys()))
         _require(not differing, where, f"only one has {differing}")
         self.compare(one.__bases__, other.__bases__, f"{where}, bases")
@@ -143,9 +145,9 @@ class _Comparison:
             self.compare(_global_value(name, one), _global_value(other_name, other), f"{where} -> {name}")
 
 
-def _members(cls: type) -> dict[str, Any]:
-    """Return the attributes of a class itself that its computation may depend on."""
-    members = {name: value for name, value in vars(cls).copy().items() if name not in _IGNORED}
+def own_members(cls: type) -> dict[str, Any]:
+    """Return the members of a class itself, without temporary replacements and annotations."""
+    members = {name: value for name, value in vars(cls).copy().items() if not name.startswith("__annot")}
     while hasattr(members.get("__init__"), IN_PLACE_OF):
         members["__init__"] = getattr(members["__init__"], IN_PLACE_OF)
         if members["__init__"] is None:

@@ -130,6 +130,8 @@ def test_an_activation_of_torch_is_patched_where_transformers_lists_it(tmp_path:
     assert [type(layer.mlp.act_fn) for layer in model.model.layers] == [OwnReLU] * 2
     assert same_output(model, LlamaForCausalLM.from_pretrained(folder))
     assert type(LlamaForCausalLM.from_pretrained(folder).model.layers[0].mlp.act_fn) is nn.ReLU
+    model = LlamaForCausalLM.from_pretrained(folder, patcher=Patcher(module_mapping={"**.act_fn": OwnReLU}))
+    assert [type(layer.mlp.act_fn) for layer in model.model.layers] == [OwnReLU] * 2
 
 
 # --- the ways in which modeling code can name a class --------------------------------------------------------------

@@ -133,7 +133,7 @@ def test_a_module_at_two_paths_needs_both() -> None:
     model = built({"shared": cls, "again": cls})
     assert type(model.shared) is cls
     assert model.again is model.shared
-    with pytest.raises(PatchConflictError, match=r"shared and again are one module, .*Map both to one class"):
+    with pytest.raises(UnmatchedPatchError, match=r"'shared' names shared, .*; add 'again' with the same class"):
         built({"shared": cls, "again": kept(nn.Linear)})
 
 

@@ -405,7 +405,7 @@ def test_blocks_hold_their_share_of_every_part(heads: list[int], width: int, blo
     names = tuple(f"{number}.weight" for number in range(len(parts)))
     layout = Rows(names, "joined.weight", tuple(tuple(part.shape) for part in parts), blocks=blocks)
     (joined,) = layout.fuse(parts)
-    source = JoinedRows(parts, blocks)
+    source = JoinedRows([(part, 0, len(part)) for part in parts], blocks)
     assert list(joined.shape) == source.get_shape()
     for process, rows in enumerate(joined.chunk(blocks)):
         assert torch.equal(rows, torch.cat([part.chunk(blocks)[process] for part in parts]))

@@ -35,7 +35,7 @@ PIECES: dict[str, tuple[list[torch.Tensor], bool]] = {
 
 
 def joined(pieces: list[torch.Tensor]) -> torch.Tensor:
-    return JoinedRows(pieces)[...]
+    return JoinedRows([(piece, 0, len(piece)) for piece in pieces])[...]
 
 
 @pytest.mark.parametrize("case", PIECES)
@@ -99,7 +99,7 @@ def test_any_slice_is_that_of_the_joined_tensor(sizes: list[int], index: Any) ->
     parts = [OnDisk(part) for part in whole.split(sizes)]
     if isinstance(index, int) and index >= rows:
         return
-    source = JoinedRows(parts)
+    source = JoinedRows([(part, 0, size) for part, size in zip(parts, sizes, strict=True)])
 
     assert source.get_shape() == list(whole.shape)
     found = source[index]

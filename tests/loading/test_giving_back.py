@@ -228,7 +228,7 @@ class WrongWay(Concatenate):
     ("operation", "reason"),
     [
         (OneWay(dim=0), r"one of its operations \(OneWay\) has no reverse"),
-        (WrongWay(dim=0), r"the reverse gives .*q_proj.weight the shape \(43, 64\), the checkpoint had \(64, 64\)"),
+        (WrongWay(dim=0), r".* gives in reverse q_proj.weight the shape \(43, 64\), the checkpoint had \(64, 64\)"),
     ],
 )
 def test_what_cannot_be_reversed_raises_before_a_file_is_written(
@@ -237,7 +237,7 @@ def test_what_cannot_be_reversed_raises_before_a_file_is_written(
     checkpoint = save_tiny(tiny_llama_config(), tmp_path / "checkpoint")
     model = AutoModelForCausalLM.from_pretrained(checkpoint, patcher=joined("weight", operation=operation))
     with pytest.raises(
-        PatchedWeightsError, match=f"(?s)qkv_proj.weight can't be saved in the original format: {reason}"
+        PatchedWeightsError, match=f"(?s)q(kv)?_proj.weight can't be saved in the original format: {reason}"
     ):
         model.save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()

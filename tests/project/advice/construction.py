@@ -148,9 +148,7 @@ def a_part_of_the_model_with_arguments_that_nobody_knows(at: Place) -> Steps:
     assert type(attending(class_mapping={"AttendingModel": OwnAttendingModel}).copied) is LinearLike
 
 
-@advice(
-    "maps it to {}, {} to {}. Map both to one class.", "is replaced where both are named; add {} with the same class"
-)
+@advice("is replaced where both are named; add {} with the same class")
 def one_module_at_two_paths(at: Place) -> Steps:
     other = type("Other", (LinearLike,), {})
     said = yield lambda: attending(module_mapping={"shared": LinearLike})
