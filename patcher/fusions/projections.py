@@ -13,7 +13,7 @@ from patcher.fusions.callers import Caller
 from patcher.fusions.finding import Surroundings
 from patcher.fusions.fused_module import fused_class
 from patcher.fusions.joined import Joined, JoinedProjections, part_property
-from patcher.fusions.methods import NotUnderstoodError, located, method_to_rewrite
+from patcher.fusions.methods import NotUnderstoodError, located, method_to_rewrite, names_in, trees_of
 from patcher.fusions.rewrite import compile_subclass, rewritten
 from patcher.fusions.sharing import Candidate, Form, digest_of, forms_of
 from patcher.layouts.layouts import Layout, Rows
@@ -90,10 +90,20 @@ class Projections(Fusion):
         return plan
 
     def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
-        raise InvalidPatcherError(
-            f"{self.name}: the class depends on the module, not on {original_cls.__qualname__} alone; "
-            "call patcher.fusions.fused_class_of(fusion, module)."
-        )
+        """Return the class for modules whose projections all have a bias, or none has.
+
+        Between their calls no other child may be called.
+        """
+        bare = original_cls.__new__(original_cls)
+        nn.Module.__init__(bare)
+        names = {name for tree in trees_of(original_cls).values() for name in names_in(tree)}
+        group = next(iter(self.groups(sorted(names))), None)
+        if group is None:
+            raise InvalidPatcherError(f"{self.name} finds no projections in {original_cls.__qualname__}.")
+        forms = forms_of({"": (bare, group, None)})[""]
+        if isinstance(forms, str):
+            raise NotUnderstoodError(forms)
+        return fused_class(self, original_cls, (Joined(group, self._free_name(names)), forms))
 
     def make_class(self, original_cls: type[nn.Module], recipe: Any) -> type[nn.Module]:
         """Return the class with rewritten methods.

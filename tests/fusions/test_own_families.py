@@ -38,6 +38,7 @@ from patcher.fusions import (
     SequentialExperts,
     Siblings,
 )
+from patcher.fusions.methods import NotUnderstoodError
 from patcher.layouts.carried import fused_modules, separated
 from patcher.patterns import compress
 from tests.support import shared
@@ -443,9 +444,10 @@ def test_a_refusal_without_a_reason_is_a_refusal() -> None:
     assert (resolution.fused, set(resolution.refused.values())) == ({}, {"is_fusable() is False"})
 
 
-def test_a_class_alone_is_not_fused() -> None:
-    with pytest.raises(InvalidPatcherError, match=r"not on LlamaAttention alone; call patcher\.fusions\.fused_class"):
-        QKV().make_fused_class(LlamaAttention)
-    attention = build_tiny(tiny_llama_config()).model.layers[0].self_attn
-    made = patcher.fusions.fused_class_of(QKV(), attention)
-    assert type(Patcher(fusions="qkv").apply(build_tiny(tiny_llama_config())).model.layers[0].self_attn) is made
+def test_a_class_alone_is_fused_where_its_code_says_enough() -> None:
+    cls = QKV().make_fused_class(LlamaAttention)
+    assert type(Patcher(fusions="qkv").apply(build_tiny(tiny_llama_config())).model.layers[0].self_attn) is cls
+    with pytest.raises(NotUnderstoodError, match=r"between the projections: .* \(act_fn isn't known\)"):
+        GateUp().make_fused_class(LlamaMLP)
+    with pytest.raises(InvalidPatcherError, match="qkv finds no projections in LlamaMLP"):
+        QKV().make_fused_class(LlamaMLP)

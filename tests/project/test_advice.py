@@ -119,7 +119,6 @@ NOT_HERE = {
     "and nothing may be fetched (offline). Pass a folder, or a config.": "needs a hub: tests/inspection/test_planning",
     "Leave it out of the fusion: its modules=... say which it takes.": "done in tests/fusions/test_own_families",
     "The layouts take parameters of {} and leave {}. Say what these become": "done in tests/fusions/test_own_families",
-    "call patcher.fusions.fused_class_of(fusion, module)": "done in tests/fusions/test_own_families",
     "Load it with the releases that have saved it": "one release is installed",
     "Download the repo, and pass the folder.": "needs a hub: tests/inspection/test_planning",
     "A folder can be passed instead of a repo. All commands: patcher --help": "each is run: tests/cli/test_cli",
