@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -257,13 +258,16 @@ class FusedLayers:
         joined: Joined = cls._joined
         members = [self.joined_init(original, joined)]
         rewritten = [wrapped(code, self.text.text.text) for code in cls._rewritten.values()]
-        self.define(standing_alone.JoinedPart)
-        for index, name in enumerate(joined.projections):
-            start = f"sum(self.{joined.sizes}[:{index}])" if index else "0"
-            arguments = f"self.{joined.name}, {start}, self.{joined.sizes}[{index}]"
-            arguments += f", self.{name}_bias" if name in joined.biased else ""
-            members.append(wrapped(f"@property\ndef {name}(self):\n    return JoinedPart({arguments})\n"))
-        if any("self.shared_input()" in code for code in rewritten):
+        compares_inputs = any("self.shared_input()" in code for code in rewritten)
+        used = re.compile(rf"super\(\)\.|\.({'|'.join(joined.projections)})\b")
+        if compares_inputs or any(map(used.search, rewritten)) or self._uses_parts(original, cls):
+            self.define(standing_alone.JoinedPart)
+            for index, name in enumerate(joined.projections):
+                start = f"sum(self.{joined.sizes}[:{index}])" if index else "0"
+                arguments = f"self.{joined.name}, {start}, self.{joined.sizes}[{index}]"
+                arguments += f", self.{name}_bias" if name in joined.biased else ""
+                members.append(wrapped(f"@property\ndef {name}(self):\n    return JoinedPart({arguments})\n"))
+        if compares_inputs:
             self.define(standing_alone.SharedInput)
             names = ", ".join(f'"{name}"' for name in joined.projections)
             call = f'SharedInput(self, [{names}], "{joined.name}")'
@@ -330,6 +334,23 @@ class FusedLayers:
         indent = text.indent(place.lineno)
         new = "".join(f"{wrapped(indent + line)}\n" for line in lines)
         return [self.text.whole_lines(node, new if node is place else "") for node in ordered]
+
+    def _uses_parts(self, original: type[nn.Module], fused: Any) -> bool:
+        """Whether other code of the module may access the joined projections."""
+        known, lineage = {"__init__", *fused._rewritten}, {base.__name__ for base in original.__mro__}
+        for owner in self.text.text.tree.body:
+            is_own = isinstance(owner, ast.ClassDef) and owner.name in lineage
+            for function in ast.walk(owner):
+                if not isinstance(function, ast.FunctionDef) or not function.args.args:
+                    continue
+                if is_own and function.name in known:
+                    continue
+                this = function.args.args[0].arg
+                attributes = [node for node in ast.walk(function) if isinstance(node, ast.Attribute)]
+                values = [node.value for node in attributes if node.attr in fused._joined.projections]
+                if any(is_own or not (isinstance(value, ast.Name) and value.id == this) for value in values):
+                    return True
+        return False
 
     # -- experts ----------------------------------------------------------------------------------------------------
 
