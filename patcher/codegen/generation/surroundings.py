@@ -252,11 +252,10 @@ def insert(draft: Draft, imports: Sequence[str]) -> None:
     helpers: dict[str, list[Helper]] = {}
     for helper in config.helpers:
         helpers.setdefault(helper.after, []).append(helper)
-    for item in (*config.helpers, *config.blocks):
-        for name in (name for name in item.bound() if name in draft.bound):
+        if helper.__name__ in draft.bound:
             raise CodegenError(
-                f"{item.where}: {item.call} binds {name!r}, which {config.source_module} already binds. Rename it"
-                f"{draft.or_without(name)}."
+                f"{helper.where}: the helper {helper.__name__!r} has the name of something in {draft.source.name}. "
+                f"Rename it{draft.or_without(helper.__name__)}."
             )
     top: list[Sequence[str]] = [["", "# [ADDED IMPORTS]", *imports]] if imports else []
     for block in config.blocks:
@@ -268,6 +267,7 @@ def insert(draft: Draft, imports: Sequence[str]) -> None:
     def after(node: ast.stmt) -> list[ast.stmt]:
         return [other for other in body[body.index(node) + 1 :] if other not in draft.removed]
 
+    _check_blocks(draft, remaining if anchor is None else after(anchor))
     if anchor is not None and top:
         draft.behind[anchor] = [*top, *draft.behind.get(anchor, [])]
     outermost = {
@@ -318,6 +318,19 @@ def _separated(groups: Sequence[Sequence[str]], following: ast.stmt | None, draf
     last, tree = ast.parse("\n".join(groups[-1])).body[-1], draft.text.tree
     expected = 2 if isinstance(last, Definition) or isinstance(following, Definition) else 1
     return lines + [""] * (expected - Place(following, tree.body, tree).blank_lines(draft.text))
+
+
+def _check_blocks(draft: Draft, following: Sequence[ast.stmt]) -> None:
+    """Raise a CodegenError if the following statements rebind a name of a block."""
+    bound = [(block, name) for block in draft.config.blocks for name in block.bound()]
+    left_out = {*draft.config.dropped, *draft.config.excluded}
+    rebound = bound_names(ast.Module([*following], [])).keys() - left_out if bound else set()
+    for block, name in bound:
+        if name in rebound:
+            raise CodegenError(
+                f"{block.where}: the text given to add_post_import_block binds {name!r}, and {draft.source.name} "
+                f"binds it again further down. Rename it{draft.or_without(name)}."
+            )
 
 
 def _helper_lines(
