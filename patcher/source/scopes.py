@@ -16,6 +16,8 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 #: The fingerprint of a definition that doesn't exist.
 NOTHING = "none"
+#: The statements that `find` returns.
+_BINDING = (Definition, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Import, ast.ImportFrom)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _SKIPPED_FIELDS = frozenset({"ctx", "type_comment", "kind"})
 
@@ -191,6 +193,18 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"It has: {', '.join(choices)}." if 0 < len(choices) <= 8 else "Nothing there has a similar name."
 
 
+def looks_misspelt(name: str, known: str) -> bool:
+    """Whether a name is so similar to a known one that it is probably misspelt: by a letter, not by a word."""
+    words, known_words, threshold = name.strip("_").split("_"), known.strip("_").split("_"), 0.6
+    if set(words) <= set(known_words) or set(known_words) <= set(words):
+        return False  # `_forward` and `forward`, `rope_parameters` and `default_rope_parameters`
+    if len(words) != len(known_words):
+        words, known_words, threshold = [name], [known], 0.9
+    pairs = [pair for pair in zip(words, known_words, strict=True) if pair[0] != pair[1]]
+    ratios = [difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs if set(pair) != {"get", "set"}]
+    return len(ratios) == len(pairs) and min(ratios) >= threshold
+
+
 # --- definitions ----------------------------------------------------------------------------------------------------
 
 
@@ -204,7 +218,7 @@ def find(tree: ast.Module, name: str) -> list[ast.stmt]:
     if not owner:
         return list(_by_name(tree).get(member, []))
     classes = [node for node in _by_name(tree).get(owner, []) if isinstance(node, ast.ClassDef)]
-    body = (node for cls in classes for node in top_level(cls.body))
+    body = (node for cls in classes for node in top_level(cls.body) if isinstance(node, _BINDING))
     return [node for node in body if member in bound_by(node) and not is_accessor(node)]
 
 
@@ -212,7 +226,7 @@ def find(tree: ast.Module, name: str) -> list[ast.stmt]:
 def _by_name(tree: ast.Module) -> dict[str, list[ast.stmt]]:
     nodes: dict[str, list[ast.stmt]] = {}
     for node in top_level(tree.body):
-        for name in bound_by(node):
+        for name in bound_by(node) if isinstance(node, _BINDING) else ():
             nodes.setdefault(name, []).append(node)
     return nodes
 

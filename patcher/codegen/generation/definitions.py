@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from patcher.codegen.generation.draft import Draft, comments, marker, why
@@ -12,7 +11,7 @@ from patcher.codegen.spec import External, Patch, PatchKind
 from patcher.errors import CodegenError
 from patcher.source.reading import is_of_config
 from patcher.source.renaming import renaming
-from patcher.source.scopes import free_names, is_accessor, nearest, start_line
+from patcher.source.scopes import free_names, is_accessor, looks_misspelt, nearest, start_line
 from patcher.source.texts import Edit, Place, Text, definitions
 
 #: The name under which `modify_init` keeps the original `__init__`.
@@ -125,12 +124,13 @@ class ClassEdit:
             raise patch.error(f"names a nested class. Use replace_class({self.name!r}) for all that is around.")
         if methods and patch.new:
             raise patch.error(f"says new=True, and {where} has a method {name!r}. Leave new out to replace it.")
-        similar = get_close_matches(name, [member.name for member in self.members], cutoff=0.85)
-        if not methods and patch.new is None and similar:
-            raise patch.error(
-                f"names no method of {where}, and one of nearly that name. {nearest(name, similar)} "
-                f"If {name!r} is to be a new method, write override_method(..., new=True)."
-            )
+        if not methods and patch.new is None:
+            similar = {member.name for member in self.members if looks_misspelt(name, member.name)}
+            if similar:
+                raise patch.error(
+                    f"names no method of {where}, and one of nearly that name. {nearest(name, similar)} "
+                    f"If {name!r} is to be a new method, write override_method(..., new=True)."
+                )
         itself = f"{self.name}.{name}"
         for part in ast.walk(patch.source.tree()) if patch.source is not None else ():
             if isinstance(part, ast.Attribute) and part.attr == name and ast.unparse(part) == itself:

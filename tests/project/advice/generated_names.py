@@ -72,7 +72,7 @@ def an_import_of_a_known_name(at: Place) -> Steps:
         assert made(at, case, edited(case.config, ("as pi", "as other"))).other == math.tau
 
 
-@advice("already binds. Rename it{}.")
+@advice("has the name of something in {}. Rename it{}.")
 def a_helper_of_a_known_name(at: Place) -> Steps:
     for source in (*BINDING.values(), *STAYING):
         case = a_case(source, "config.add_helper(\"def pi(): return 'mine'\")\n")
@@ -115,7 +115,7 @@ def names_that_a_patch_uses(at: Place) -> Steps:
         )
 
 
-@advice("{} already binds. Give it an alias{}.", "already binds. Rename it{}.")
+@advice("{} already binds. Give it an alias{}.", "the name of something in {}. Rename it{}.")
 def a_name_that_is_left_out_in_part(at: Place) -> Steps:
     """A file that binds a name in several ways binds it until all of them are left out."""
     added = 'config.add_import("cmath", names=["tau as pi"])\n', "config.add_helper(\"def pi(): return 'mine'\")\n"
@@ -135,7 +135,7 @@ def a_name_that_is_left_out_in_part(at: Place) -> Steps:
         assert hasattr(made(at, case, right), "other")
 
 
-@advice("{} already binds. Give it an alias{}.", "already binds. Rename it{}.")
+@advice("{} already binds. Give it an alias{}.", "the name of something in {}. Rename it{}.")
 def a_name_whose_guard_does_more_than_import_it(at: Place) -> Steps:
     """A guard goes with its import where nothing else is in it but another value of the name; what else it does stays.
 
@@ -258,7 +258,7 @@ case_of(
 )
 case_of(
     "block_bound_later",
-    "already binds. Rename it{}.",
+    "again further down. Rename it",
     ([('"LIMIT = 4"', '"OTHER = 4"')], lambda file: file.f(9) == 3 and file.OTHER == 4),
     ([('")', '")\nconfig.exclude_from_output("LIMIT")')], lambda file: file.f(9) == math.pi and file.LIMIT == 4),
 )
