@@ -446,10 +446,10 @@ def test_a_refusal_without_a_reason_is_a_refusal() -> None:
 
 def test_a_class_alone_is_fused_where_its_code_says_enough() -> None:
     model = Patcher(fusions="qkv").apply(build_tiny(tiny_llama_config()))
-    before = logits(model, tiny_inputs(model))
+    before = logits(model, tiny_inputs(model.config))
     for layer in model.model.layers:
         layer.self_attn.__class__ = QKV().make_fused_class(LlamaAttention)
-    assert torch.equal(logits(model, tiny_inputs(model)), before)
+    assert torch.equal(logits(model, tiny_inputs(model.config)), before)
     with pytest.raises(NotUnderstoodError, match=r"between the projections: .* \(act_fn isn't known\)"):
         GateUp().make_fused_class(LlamaMLP)
     with pytest.raises(InvalidPatcherError, match="qkv finds no projections in LlamaMLP"):
