@@ -222,6 +222,15 @@ def _found(fusion: Fusion, model: PreTrainedModel) -> tuple[Findings, list[Weigh
     return findings, transforms
 
 
+def changes_modules(construction: Construction) -> bool:
+    """Whether patchers change constructed modules otherwise than by families of ours: a load walks them only then."""
+    patchers = [entry.patcher for entry in construction.rules.entries]
+    return any(
+        patcher.module_mapping or patcher.function_mapping or not all(map(is_builtin, patcher.fusions))
+        for patcher in patchers
+    )
+
+
 def replace_functions(construction: Construction, model: PreTrainedModel) -> None:
     """Have the modules of a model call replaced functions, before it is initialised and fused."""
     layers = tuple(tuple(entry.patcher.function_mapping.items()) for entry in construction.rules.entries)
@@ -245,7 +254,7 @@ def _resolution_of(construction: Construction, model: PreTrainedModel) -> Resolu
     entries = construction.rules.entries
     if construction.resolution is None and any(entry.patcher.fusions for entry in entries):
         with DisableTorchFunction():  # no tensor is created, and modes would slow down every access to one
-            construction.resolution = resolve_constructed(entries, model, construction.functions)
+            construction.resolution = resolve_constructed(entries, model, construction.functions or NO_FUNCTIONS)
     return construction.resolution or NO_CHANGE
 
 

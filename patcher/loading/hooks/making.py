@@ -23,6 +23,7 @@ from patcher.loading.load import check_constructed, check_supported, summarize
 from patcher.loading.record import store_record
 from patcher.patterns import inside
 from patcher.resolution.resolution import (
+    changes_modules,
     fuse_constructed_modules,
     rebuild_fused_modules,
     record_arguments,
@@ -107,7 +108,7 @@ def _initialise(stock: Stock, self: PreTrainedModel, construction: Construction)
 
 def _apply_mappings(construction: Construction, model: PreTrainedModel) -> None:
     """Apply the mappings that aren't by class, and construct modules again that a family fuses so."""
-    if construction.modules != dict(named_modules(model)):
+    if changes_modules(construction) and construction.modules != dict(named_modules(model)):
         replace_modules(construction, model)
         replace_functions(construction, model)
         if not construction.is_skeleton:
