@@ -129,8 +129,8 @@ def verify(model: str, patcher: Any, dtype: str | None, stage: Any, quick: bool,
 def bench(model: str, patchers: Any, seconds: Any, measure: Any, dtype: Any, unverified: bool, options: Any) -> Result:
     """Measure whether patchers make a model faster on this machine.
 
-    The patchers, and all subsets of their members, run in turns with stock; unless --no-verify is given, those that
-    don't compute the same as stock are left out. Exits with 1 if nothing could be measured.
+    The patchers, their members alone, and the faster ones together run in turns with stock; unless --no-verify is
+    given, those that don't compute the same as stock are left out. Exits with 1 if nothing could be measured.
     """
     options |= {"seconds": 60.0 if seconds is None else seconds, "dtype": dtype or "auto"}
     benchmark = library.benchmark(model, *patchers, measures=measure, verify=not unverified, **options)
