@@ -155,18 +155,16 @@ def test_syntax_errors_have_their_line(project: Path) -> None:
     assert result.error.startswith(f"{config}:2: the config can't be imported: SyntaxError: '(' was never closed")
 
 
-def test_settings_of_the_generator_that_configs_come_from_are_refused(project: Path) -> None:
+def test_settings_of_the_generator_that_configs_come_from(project: Path) -> None:
     settings = project / "pyproject.toml"
-    old = '[tool.patchgen]\nsearch_root = "a"\n'
+    old = '[tool.patchgen]\nsearch_root = "a"\npackage_prefix = "models"\nlegacy_patches_prefix = "models.patches"\n'
     settings.write_text(old)
-    with pytest.raises(
-        CodegenError, match=r"\[tool\.patchgen\] is for another generator\. Write its search_root to \["
-    ):
-        read_settings()
+    assert read_settings().search_root == (project / "a",)
+    assert run("--list")[1].count("1 patch") == 1
     settings.write_text(f'{old}\n[tool.patcher.codegen]\nsearch_root = "c"\n')
     assert read_settings().search_root == (project / "c",)
-    settings.write_text('[tool.patcher.codegen]\nroot = "a"\n')
-    with pytest.raises(CodegenError, match=r"\[tool\.patcher\.codegen\] has no setting 'root'"):
+    settings.write_text('[tool.patchgen]\nroot = "a"\n')
+    with pytest.raises(CodegenError, match=r"\[tool\.patchgen\] has no setting 'root'"):
         read_settings()
 
 

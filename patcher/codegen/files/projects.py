@@ -23,12 +23,16 @@ from patcher.source.reading import Location
 SUFFIX = "_patch_gen_config.py"
 _IMPORTING = {__file__, importlib.__file__, importing.__file__}
 _SKIPPED = {"node_modules", "__pycache__", "site-packages"}
-_SECTION = "[tool.patcher.codegen]"
+#: The sections with settings, and their keys: those of the existing generator are valid as well.
+_SECTIONS = {
+    "patcher.codegen": {"search_root", "format"},
+    "patchgen": {"search_root", "format", "package_prefix", "legacy_patches_prefix"},
+}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings `search_root` and `format`, of `[tool.patcher.codegen]`."""
+    """The settings `search_root` and `format`, of `[tool.patcher.codegen]` or else of `[tool.patchgen]`."""
 
     search_root: tuple[Path, ...]
     formatted: bool
@@ -45,16 +49,16 @@ def read_settings(start: str | os.PathLike[str] | None = None) -> Settings:
         tools = tomllib.loads(file.read_text("utf-8")).get("tool", {})
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise CodegenError(f"{file}: the project's settings can't be read: {error}") from error
-    table = tools.get("patcher", {}).get("codegen", {})
-    if "patchgen" in tools and not table:
-        raise CodegenError(f"{file}: [tool.patchgen] is for another generator. Write its search_root to {_SECTION}.")
-    if unknown := sorted(table.keys() - {"search_root", "format"}):
-        raise CodegenError(f"{file}: {_SECTION} has no setting {unknown[0]!r}. It has search_root and format.")
+    tables = {"patcher.codegen": tools.get("patcher", {}).get("codegen", {}), "patchgen": tools.get("patchgen", {})}
+    name = next((name for name, table in tables.items() if table), "patcher.codegen")
+    table, section = tables[name], f"[tool.{name}]"
+    if unknown := sorted(set(table) - _SECTIONS[name]):
+        raise CodegenError(f"{file}: {section} has no setting {unknown[0]!r}. It has search_root and format.")
     roots = table.get("search_root", ".")
     folders = [file.parent / name for name in ([roots] if isinstance(roots, str) else roots)]
     for missing in (path for path in folders if not path.is_dir()):
         raise CodegenError(
-            f"{file}: search_root in {_SECTION} names {missing.relative_to(file.parent).as_posix()!r}, "
+            f"{file}: search_root in {section} names {missing.relative_to(file.parent).as_posix()!r}, "
             "which isn't a folder of this project."
         )
     return Settings(tuple(folders), bool(table.get("format", False)))

@@ -75,18 +75,6 @@ def a_command_that_says_too_little(at: Place) -> Steps:
     assert "return x + 1" in generated.read_text()
 
 
-@advice("{}: [tool.patchgen] is for another generator. Write its search_root to {}.")
-def settings_of_another_generator(at: Place) -> Steps:
-    project(at, "configs")
-    settings = at.tmp / "pyproject.toml"
-    right = settings.read_text()
-    settings.write_text(right.replace("patcher.codegen", "patchgen"))
-    with in_folder(at.tmp), importable(at.tmp / "lib"):
-        yield check
-        settings.write_text(right)
-        assert len(check()) == 1
-
-
 @advice("{}: this config is the module {}, and {} is imported by that name. Rename one.")
 def two_packages_of_one_name(at: Place) -> Steps:
     configs = [at.tmp / folder / "package_named_twice" / "a_patch_gen_config.py" for folder in ("one", "other")]
