@@ -93,6 +93,8 @@ _NOT_FOLLOWED = {
     ast.Yield: "a 'yield'",
     ast.YieldFrom: "a 'yield'",
 }
+#: Nodes whose children are checked by themselves.
+_ENCLOSING = (ast.Import, ast.ImportFrom, ast.With, ast.Try)
 
 Position = tuple[int, int]
 #: Whether the result of a call is a value, and why the call may write into a tensor, "" if it doesn't.
@@ -116,6 +118,8 @@ class Body:
         tensors: the variables that are known to be tensors, whatever is assigned to them.
         parts: the children whose calls return new tensors, and aren't followed.
         runs: the nodes that may have run, if not all; assignments in others are ignored.
+        is_lenient: whether methods of unknown objects are assumed to be those of values, where the result only decides
+            how a part is computed.
     """
 
     def __init__(
@@ -128,11 +132,12 @@ class Body:
         tensors: Iterable[str] = (),
         parts: Iterable[str] = (),
         runs: Iterable[ast.AST] | None = None,
+        is_lenient: bool = False,
         depth: int = 0,
         cache: dict[Any, Any] | None = None,
     ) -> None:
         self.method, self.module, self.parts, self.depth = method, module, frozenset(parts), depth
-        self.states = frozenset(states)
+        self.is_lenient, self.states = is_lenient, frozenset(states)
         self.self_name = self_of(method.node) if module is not None else ""
         #: the results for the functions that are followed
         self.cache = cache if cache is not None else {}
@@ -362,10 +367,15 @@ class Body:
             return True, ""
         if name in _MODIFYING or name.startswith("_") or name.endswith("_"):
             return False, "it may write in place"
+        flattens = name == "view" and [*map(ast.unparse, node.args)] == ["-1"]
+        if self.is_lenient and flattens and not self.is_self_attr(owner):
+            return False, "only what is contiguous has such a view"
         if self.is_value(owner) and not (self.is_self_attr(owner) and self.self_attr(owner.attr) is None):  # type: ignore[attr-defined]
             # A container with an unknown element would be taken for a container of values.
             stores = name not in TENSOR_ATTRIBUTES and not all(map(self.is_value, arguments))
             return not stores, "it may store its arguments" if stores else ""
+        if self.is_lenient:
+            return True, ""
         kwargs = self.method.node.args.kwarg
         if isinstance(owner, ast.Name) and kwargs is not None and owner.id == kwargs.arg:
             return False, "" if name in ("get", "items", "keys", "values") else "it may store its arguments"
@@ -473,7 +483,9 @@ class Body:
         key = method.function, frozenset(values), frozenset(states), id(module)
         if key not in self.cache:
             self.cache[key] = NotUnderstoodError("it calls itself")
-            body = Body(method, module, values, states, depth=self.depth + 1, cache=self.cache)
+            body = Body(
+                method, module, values, states, is_lenient=self.is_lenient, depth=self.depth + 1, cache=self.cache
+            )
             try:
                 check(body, (node for statement in method.node.body for node in ast.walk(statement)))
                 results = [node.value for node in nodes_of(method.node) if isinstance(node, ast.Return)]
@@ -530,9 +542,11 @@ def check(body: Body, nodes: Iterable[ast.AST]) -> None:
 
 
 def problem_of(body: Body, node: ast.AST) -> str:
+    if body.is_lenient and isinstance(node, _ENCLOSING):
+        return ""
     if (kind := _NOT_FOLLOWED.get(type(node))) is not None:
         return f"{kind} that isn't followed"
-    if (unknown := body.unknown_operand(node)) is not None:
+    if not body.is_lenient and (unknown := body.unknown_operand(node)) is not None:
         return problem_of(body, unknown) or f"{shorten(node)!r} (the type of {shorten(unknown)!r} isn't known)"
     match node:
         case ast.Call():
@@ -541,8 +555,8 @@ def problem_of(body: Body, node: ast.AST) -> str:
         case ast.AugAssign():
             return f"{shorten(node)!r} (it may write in place)"
         case ast.Subscript(value=ast.Attribute(value=owner, attr=attr), ctx=ast.Store()) if (
-            body.is_value(owner) and attr not in TENSOR_ATTRIBUTES
-        ):
+            body.is_lenient or body.is_value(owner)
+        ) and attr not in TENSOR_ATTRIBUTES:
             return ""  # tensors don't have the attribute, so it is one of a cache
         case ast.Subscript(ctx=ast.Store()) | ast.Attribute(ctx=ast.Store()):
             return f"{shorten(node)!r} is assigned"
@@ -550,7 +564,7 @@ def problem_of(body: Body, node: ast.AST) -> str:
             return body.problem_of_property(attr)
         case ast.For(iter=inner) | ast.comprehension(iter=inner):
             is_counted = isinstance(inner, ast.Call) and getattr(inner.func, "id", "") in ("range", "enumerate", "zip")
-            if not (is_counted or body.is_value(inner)):
+            if not (body.is_lenient or is_counted or body.is_value(inner)):
                 return f"a loop over {shorten(inner)!r}, which isn't known"
     return ""
 

@@ -31,6 +31,7 @@ from patcher.fusions.methods import (
     trees_of,
 )
 from patcher.fusions.purity import (
+    TENSOR_ATTRIBUTES,
     Body,
     arguments_of,
     check,
@@ -483,46 +484,53 @@ class _Calls:
     def _is_written(self) -> bool:
         """Whether a part may be modified in place, leaves the method, or gets a view that must be contiguous."""
         start = positions(self.calls[0])[1]
-        body = self._body(parameters_of(self.method.node)[1:], parts=self.group, runs=self._reached)
+        body = Body(self.method, self.module, parts=self.group, is_lenient=True)
         reached = [node for node in self._reached if node is not self.method.node and hasattr(node, "end_lineno")]
         later = [node for node in reached if positions(node)[1] > start]
-        parts = set[str]()  # the variables that may be a part, or contain one
-        while more := {
-            name
-            for name, values in body.assigned.items()
-            if name not in parts and any(value and self._may_be_part(value, body, parts) for value in values)
-        }:
-            parts |= more
-        for node in later:
-            match node:
-                case ast.Return(value=ast.expr() as result) if self._may_be_part(result, body, parts):
-                    return True
-                case ast.Call(func=ast.Attribute(attr="view"), args=[size]) if ast.unparse(size) == "-1":
-                    return True
-                case ast.Attribute(value=owner) if not body.is_self_attr(node):
-                    is_other = not self._may_be_part(owner, body, parts)
-                case ast.Call(func=func) if body.is_self_attr(func):
-                    is_other = not any(self._may_be_part(argument, body, parts) for argument in arguments_of(node))
-                case _:
-                    is_other = False
-            if not is_other and problem_of(body, node):
-                return True
+        if any(problem_of(body, node) and not self._gets_no_part(node, body) for node in later):
+            return True
+        results = [node.value for node in later if isinstance(node, ast.Return)]
+        return any(self._may_be_part(result, body, set()) for result in results)
+
+    def _gets_no_part(self, node: ast.AST, body: Body) -> bool:
+        """Whether a call of another method gets no part, or an attribute of an object that isn't a part is set."""
+        match node:
+            case ast.Call(func=func) if body.is_self_attr(func):
+                return not any(self._may_be_part(argument, body, set()) for argument in arguments_of(node))
+            case ast.Attribute(value=owner):
+                return not body.is_self_attr(node) and not self._may_be_part(owner, body, set())
         return False
 
-    def _may_be_part(self, node: ast.AST, body: Body, parts: Container[str]) -> bool:
-        """Whether an expression may be a part, a view of one, or contain one."""
+    def _may_be_part(self, node: ast.AST | None, body: Body, seen: set[str]) -> bool:
+        """Whether an expression may be a part, a view of one, or contain one.
+
+        Args:
+            seen: the variables that were followed already.
+        """
+        inner: list[Any] = []
         match node:
             case ast.Call() if node in self.calls:
                 return True
-            case ast.Call() if body.gives_new(node):
-                return False
-            case ast.Name(id=name):
-                return name in parts
-            case ast.Attribute(attr=attr) if attr in _NOT_TENSORS:
-                return False
-            case ast.BinOp(left=left, right=right) if not (_is_list(left, body) or _is_list(right, body)):
-                return False
-        return any(self._may_be_part(child, body, parts) for child in ast.iter_child_nodes(node))
+            case ast.Name(id=name) if name not in seen:
+                seen.add(name)
+                inner = body.assigned.get(name, [])
+            case ast.Tuple(elts=inner) | ast.List(elts=inner) | ast.Dict(values=inner) | ast.BoolOp(values=inner):
+                pass
+            case ast.IfExp(body=one, orelse=other):
+                inner = [one, other]
+            case ast.ListComp(elt=one) | ast.Starred(value=one) | ast.Subscript(value=one) | ast.NamedExpr(value=one):
+                inner = [one]
+            case ast.Attribute(value=one, attr=attr) if attr not in _NOT_TENSORS:
+                inner = [one]
+            case ast.BinOp(left=one, right=other) if _is_list(one, body) or _is_list(other, body):
+                inner = [one, other]
+            case ast.Call(func=ast.Attribute(value=one, attr=attr) as func) if (
+                attr in TENSOR_ATTRIBUTES and body.resolve(func) is ... and not body.is_self_attr(func)
+            ):
+                inner = [one]
+            case ast.Call(func=func) if not body.gives_new(node):
+                inner = [*arguments_of(node), *([func.value] if isinstance(func, ast.Attribute) else [])]
+        return any(self._may_be_part(child, body, seen) for child in inner)
 
 
 def _is_list(node: ast.AST, body: Body) -> bool:

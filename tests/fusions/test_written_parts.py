@@ -33,7 +33,7 @@ from tests.support.sampling import sampled
 from tests.support.tiny import DECODER_SIZES, tiny_bert_config
 
 #: what isn't followed, so that a part that is given to it may be written into
-NOT_FOLLOWED = ("sum(z * 2", "sums(", "self.layers", "import math", "def inner", "self.peeked", "size += 1")
+NOT_FOLLOWED = ("sum(z * 2", "self.layers", "def inner", "self.peeked", "size += 1")
 CALLS = "q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)"
 
 
