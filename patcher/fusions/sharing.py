@@ -349,7 +349,7 @@ class _Calls:
     def _check_call(self, call: ast.Call) -> None:
         name = _called_name(call)
         if call.keywords or [type(argument) for argument in call.args] != [ast.Name]:
-            raise NotUnderstoodError(f"{shorten(call)!r} doesn't pass a variable, and nothing else", call.lineno)
+            raise NotUnderstoodError(f"{shorten(call)!r} passes something other than one variable", call.lineno)
         for node in self._ancestors(call):
             if type(node) in _REPEATING and node is not self.method.node:
                 raise NotUnderstoodError(f"{name} is called in a {_REPEATING[type(node)]}", call.lineno)
