@@ -127,9 +127,16 @@ class Router:
 
     def _layer(self, path: str) -> Any:
         """Return a layer for conversions that look up its dtype: of parts, which no module has, their tensors."""
-        names = [name for name in self.part_names if name.rpartition(".")[0] == path]
-        tensors = {name.rpartition(".")[2]: self.stock_state[name] for name in names}
-        return SimpleNamespace(**tensors) if tensors else self.model.get_submodule(path)
+        parts = self._layers_of_parts.get(path)
+        return self.model.get_submodule(path) if parts is None else SimpleNamespace(**parts)
+
+    @cached_property
+    def _layers_of_parts(self) -> dict[str, dict[str, torch.Tensor]]:
+        layers: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+        for name in self.part_names & self.stock_state.keys():
+            path, _, kind = name.rpartition(".")
+            layers[path][kind] = self.stock_state[name]
+        return layers
 
     @cached_property
     def revert(self) -> Revert:

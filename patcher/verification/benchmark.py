@@ -31,7 +31,7 @@ from patcher.verification.progress import isolated
 from patcher.verification.rounds import ALL, MEASURES, STOCK, Rounds, measured_members
 from patcher.verification.sides import side_of
 
-#: So many rounds tell which of up to 18 patchers is always the fastest, see `gains`.
+#: So many rounds tell which of up to 36 patchers is always the fastest, see `gains`.
 _ENOUGH = 6
 #: The largest number of members that a label names.
 _NAMED = 3

@@ -38,7 +38,7 @@ def install_output_hooks(stock: Stock, model: PreTrainedModel, prefix: str | Non
     """Install the hooks of a model that has patched modules; those of other models are transformers' own."""
     is_patched = record_of(model) is not None
     requested: dict[str, Any] = {} if is_patched else model.__dict__.get("_can_record_outputs", {})
-    if not (is_patched or requested or [part for part in model.modules() if original_class(part) is not None]):
+    if not (is_patched or requested or any(original_class(part) is not None for part in model.modules())):
         stock(model, prefix)
         return
     recorders = output_recorders(model)
