@@ -246,7 +246,8 @@ def check_new_weights(load: Request, unexpected: Iterable[str]) -> Request:
     unexpected = list(unexpected)
     if not (load.files and (unexpected or replaces)):
         return load  # so that a load without either opens no file for it
-    new = _read(load.files)
+    if not (new := _read(load.files)):
+        return load
     dropped = [text for entry in load.in_force for text in entry.patcher.dropped_weights]
     lost = [
         key

@@ -86,13 +86,12 @@ def _route(selected: Selected, checkpoint: Mapping[str, Any], mapping: list[Any]
     model = selected.model
     if selected.runtime_layout:
         return _route_runtime_layout(model, checkpoint, mapping)
-    state = state_tensors(model)
 
     def dtype(name: str) -> torch.dtype:
         """Return the dtype that the load gives a parameter."""
         plan: dict[str, torch.dtype] = load_config.dtype_plan or {}
         planned = next((kind for pattern, kind in plan.items() if re.search(pattern.replace("*", ".*"), name)), None)
-        return planned or (state[name].dtype if name in state else torch.get_default_dtype())
+        return planned or (router.state[name].dtype if name in router.state else torch.get_default_dtype())
 
     router = Router(
         model,
