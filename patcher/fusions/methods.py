@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from patcher.errors import PatchConstructionError
 from patcher.source.call_sites import positional_parameters
 from patcher.source.code import has_code
 from patcher.source.texts import dedented, indented
@@ -30,7 +31,7 @@ _PASS_THROUGH = {
 }
 
 
-class NotUnderstoodError(Exception):
+class NotUnderstoodError(PatchConstructionError):
     """Why a method can't be analyzed or rewritten, and the line of its source, counted from the function."""
 
     def __init__(self, reason: str, line: int | None = None) -> None:

@@ -10,7 +10,6 @@ Fused weights that a checkpoint lacks start as those of transformers do from the
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -281,12 +280,15 @@ def skip_complete(model: PreTrainedModel, replaced: Placed, read: Set[str] = fro
 
     It may initialise parameters by the names of the original, which a replacement doesn't have.
     """
-    tensors = itertools.chain(named_parameters(model), named_buffers(model))
-    left = {key for key, tensor in tensors if key not in read and not is_initialized(tensor)}
-    incomplete = {owner for key in left for owner in parents(key)}
+    modules, incomplete = list(named_modules(model)), set[str]()
+    for path, module in modules:
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            key = inside(path) + name
+            if tensor is not None and key not in read and not is_initialized(tensor):
+                incomplete.update(parents(key))
     outermost = {path for path, _ in replaced}
     around = {owner for path in outermost for owner in parents(path)}
-    for path, module in named_modules(model):
+    for path, module in modules:
         if path not in incomplete and (path in around or not outermost.isdisjoint((path, *parents(path)))):
             mark_initialized(module)
 

@@ -22,7 +22,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from patcher import InvalidPatcherError, Patcher, UnmatchedPatchError, report
+from patcher import InvalidPatcherError, PatchConstructionError, Patcher, UnmatchedPatchError, report
 from patcher.fusions import GateUp
 from patcher.fusions.fused_module import fused_class, fused_class_of
 from patcher.fusions.methods import NotUnderstoodError, method_to_rewrite, read_function
@@ -327,7 +327,7 @@ def test_a_pickle_is_read_where_the_code_is_the_same_only(odd: Any, monkeypatch:
 
     monkeypatch.setattr(odd.Odd, "forward", forward)
 
-    with pytest.raises(NotUnderstoodError, match=r"Odd\.forward has other code here than where this was fused"):
+    with pytest.raises(PatchConstructionError, match=r"Odd\.forward has other code here than where this was fused"):
         pickle.loads(data)
 
 
