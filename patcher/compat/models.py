@@ -202,11 +202,9 @@ def has_adapters(model: Any) -> bool:
 def ties(model: PreTrainedModel) -> dict[str, str]:
     """Return parameter -> the one that it is tied to, instead of being loaded."""
     keys = getattr(model, "all_tied_weights_keys", None)
-    if keys is not None or not isinstance(model, PreTrainedModel):
-        return dict(keys or {})
-    models = [(inside(path), part) for path, part in named_modules(model) if isinstance(part, PreTrainedModel)]
-    tied = ((prefix, part.get_expanded_tied_weights_keys().items()) for prefix, part in models)
-    return {prefix + one: prefix + other for prefix, pairs in tied for one, other in pairs}  # of one in construction
+    if keys is None and isinstance(model, PreTrainedModel):  # it is being constructed
+        keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+    return dict(keys or {})
 
 
 def state_to_save(model: PreTrainedModel) -> dict[str, Any]:
