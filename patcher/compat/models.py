@@ -27,7 +27,6 @@ from transformers.integrations.accelerate import (
     load_offloaded_parameter as load_offloaded_parameter,
     offload_weight as offload_weight,
 )
-from transformers.modeling_layers import GradientCheckpointingLayer as GradientCheckpointingLayer
 from transformers.modeling_utils import (
     LoadStateDictConfig as LoadStateDictConfig,
     local_torch_dtype as local_torch_dtype,

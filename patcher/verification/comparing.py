@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import GradientCheckpointingLayer, PretrainedConfig
 
 from patcher.compat.attributes import TORCH_ATTRIBUTES
 from patcher.compat.modeling_code import unrebound
-from patcher.compat.models import GradientCheckpointingLayer
 from patcher.errors import InvalidPatcherError, did_you_mean
 from patcher.fusions.methods import functions_of
 from patcher.layouts.carried import CARRIED

@@ -57,6 +57,15 @@ def test_it_imports_nothing_heavy(statement: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.process
+def test_a_patcher_imports_no_tokenizers() -> None:
+    """A load without a processor doesn't need them; importing them takes longer than importing this package."""
+    code = "import sys, transformers.modeling_utils\nbefore = set(sys.modules)\nfrom patcher import Patcher\n"
+    code += "print(*(name for name in sys.modules if 'token' in name.partition('.')[2] and name not in before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
 @pytest.mark.nightly
 def test_any_name_installs_the_hook_where_there_are_models() -> None:
     code = (
