@@ -9,7 +9,7 @@
 Two architectures at a time, each in a process of its own with a limit of time and memory. What is found is appended to
 `.results.jsonl` beside this file, and in the end summed up in `coverage_fusions.md` and `coverage_split.md`. A result
 counts as long as the release of transformers and the code of fusions and layouts are those that it was found with.
-What is compared stands in `tests/coverage/checks.py`. Some architectures need a package of their own:
+What is compared is in `tests/coverage/checks.py`. Some architectures need a package of their own:
 `pip install -e ".[coverage]"`.
 """
 

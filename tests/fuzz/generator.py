@@ -226,7 +226,7 @@ MODES = [
     "gradients = torch.no_grad()\ngradients.__enter__()",
     "torch.autocast('cpu', torch.bfloat16).__enter__()",
 ]
-#: What stands around statements.
+#: What is around statements.
 AROUND = [
     "if self.flag:",
     "if not self.flag:",

@@ -1,6 +1,6 @@
 """A patcher together with a quantizer: what is made of weights is quantized, or left alone, as these would be.
 
-What each quantizer makes of each kind of patch, and what of it is saved, stands in `tests/compatibility`.
+What each quantizer makes of each kind of patch, and what of it is saved, is in `tests/compatibility`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Every expert is asked: a router that decides between nearly equal experts would hide how near the outputs are.
+    # Every expert is used: a router that decides between nearly equal experts would hide how near the outputs are.
     return shared.checkpoint(tiny_qwen2_moe_config(num_experts_per_tok=4))
 
 

@@ -88,7 +88,7 @@ def test_any_pieces_of_a_state_dict_load_as_in_stock(models: dict[str, tuple[Any
 
 
 def pieces(data: st.DataObject, keys: list[str]) -> list[list[str]]:
-    """The keys dealt to some shards; some keys get lost."""
+    """The keys spread over some shards; some keys get lost."""
     count = data.draw(st.integers(1, 3))
     number = st.integers(-1 if data.draw(st.booleans()) else 0, count - 1)
     where = data.draw(st.lists(number, min_size=len(keys), max_size=len(keys)))

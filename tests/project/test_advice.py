@@ -144,7 +144,7 @@ NOT_HERE = {
 
 @cache
 def texts() -> dict[str, str]:
-    """Every text of the package that gives advice, with `{}` for what is filled in, and where it stands."""
+    """Every text of the package that gives advice, with `{}` for what is filled in, and where it is."""
     found = {}
     for path, tree in trees_of(ROOT / "patcher").items():
         apart = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings

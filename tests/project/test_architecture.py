@@ -54,7 +54,7 @@ ORDER = (
 CODEGEN = ("spec", "generation", "bridges", "files", "config")
 #: Rooms whose place is known and that nobody has needed yet.
 TO_COME: set[str] = set()
-#: The functions that may import what stands below them: methods of the value that act by what is built on it, and
+#: The functions that may import what is below them: methods of the value that act by what is built on it, and
 #: what a pickle runs where it is read, which installs the hook.
 LATE = {
     ("patcher.layouts.carried", "_unpickled"),

@@ -1,4 +1,4 @@
-"""The examples run, and the worked ones are right: equal to stock, the checkpoint given back."""
+"""The examples run, and the worked ones are right: equal to stock, the original checkpoint saved."""
 
 from __future__ import annotations
 

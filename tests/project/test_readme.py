@@ -1,4 +1,4 @@
-"""The README's program runs as it stands there, and prints what stands below it."""
+"""The README's program runs as it is printed there, and prints the output below it."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def held() -> int:
 
 
 def resident() -> int:
-    """The size of the process, once what is free has been given back."""
+    """The size of the process, once free memory has been returned to the system."""
     ctypes.CDLL(None).malloc_trim(0)
     return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
 

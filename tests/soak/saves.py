@@ -32,7 +32,7 @@ def save_as_it_is(turn: Turn) -> None:
     )
     again = auto_class(subject.config).from_pretrained(turn.folder / "fused")
     subject.check(again)
-    again.save_pretrained(turn.folder / "original")  # in shards the tensors would be dealt out in another order
+    again.save_pretrained(turn.folder / "original")  # in shards the tensors would have another order
     subject.check_saved(turn.folder / "original")
 
 

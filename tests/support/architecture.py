@@ -51,7 +51,7 @@ def room(module: str) -> str:
 
 
 def upward(modules: Modules, order: Sequence[str], exempt: Exempt = ()) -> list[str]:
-    """Modules that stand nowhere in the order, and imports of what stands below the importer in it."""
+    """Modules that are missing in the order, and imports of what is below the importer in it."""
     rank = {name: number for number, name in enumerate(order)}
     lost = [f"{name}: {room(name)!r} is not in the order" for name in modules if room(name) not in rank]
     found = (

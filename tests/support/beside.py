@@ -1,4 +1,4 @@
-"""Replacements in other layouts than the stock classes, for tests of what stands beside a patcher in a load.
+"""Replacements in other layouts than the stock classes, for tests of what is used beside a patcher in a load.
 
 Experts as plain `nn.Linear`s, and joined projections of queries, keys and values: Llama's of unequal sizes, BERT's and
 ALBERT's with biases.

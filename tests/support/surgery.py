@@ -1,4 +1,4 @@
-"""What people do to the layers of a model that stands."""
+"""What people do to the layers of a model in memory."""
 
 from __future__ import annotations
 

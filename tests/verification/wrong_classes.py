@@ -281,7 +281,7 @@ class WritesIds(LlamaForCausalLM):
 
 
 class KeepsNothing(LlamaModel):
-    """The cache that was asked for isn't given back."""
+    """The cache that was requested isn't returned."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         found = super().forward(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Errors that say what to write instead, and whether that works: tables of cases, run by `test_advice.py`.
 
 A case is a generator function: it yields what raises, is sent the text of the error, and does what that says. Above it
-stands the advice, word for word as in the source, with `{}` for what is filled in.
+is the advice, word for word as in the source, with `{}` for what is filled in.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is asked about a model before a load: `plan`, `verify`, `diff`, the command line, checkpoints."""
+"""Questions about a model before a load: `plan`, `verify`, `diff`, the command line, checkpoints."""
 
 from __future__ import annotations
 

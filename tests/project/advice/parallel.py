@@ -19,7 +19,7 @@ from tests.support.processes import two_processes
 from tests.support.replacements import JOINED, OTHERS_NAMES, SCALED_NORMS, OwnMLP
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_llava_config, tiny_qwen3_config
 
-#: Whether plans are added to that of the model, and experts are dealt by sizes of their own.
+#: Whether plans are added to that of the model, and experts are distributed by sizes of their own.
 DEALS_EXPERTS = hasattr(DistributedConfig(), "ep_size")
 TEXT = "model.language_model.layers.*.self_attn."
 GATHERED = dict.fromkeys((f"{TEXT}k_proj", f"{TEXT}v_proj"), "colwise_gather_output")
