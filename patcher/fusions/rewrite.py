@@ -151,7 +151,13 @@ def compile_subclass(
     local_namespace: dict[str, Any] = {base.__name__: base for base in bases}
     # Annotations are evaluated, or not, as in the module of the methods.
     flags = methods[0][0].function.__code__.co_flags & __future__.annotations.compiler_flag
-    exec(compile(text, module.__file__ or "", "exec", flags, dont_inherit=True), namespace, local_namespace)
+    code = compile(text, module.__file__ or "", "exec", flags, dont_inherit=True)
+    try:
+        exec(code, namespace, local_namespace)
+    except Exception as error:  # `auto_docstring` looks at the path of the file
+        names = ", ".join(sources)
+        reason = f"{names} can't be defined in another file ({type(error).__name__}: {error})"
+        raise NotUnderstoodError(reason, 1) from error
     cls: type[Any] = local_namespace[name]
     for method, _ in methods:
         member = vars(cls)[method.node.name]

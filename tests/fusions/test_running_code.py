@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, SwiftFormerConfig, SwiftFormerForImageClassification
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from patcher import InvalidPatcherError, PatchConstructionError, Patcher, UnmatchedPatchError, report
-from patcher.fusions import GateUp
+from patcher.fusions import GateUp, Siblings
 from patcher.fusions.fused_module import fused_class, fused_class_of
 from patcher.fusions.methods import NotUnderstoodError, method_to_rewrite, read_function
 from patcher.fusions.qkv import QKV
@@ -512,6 +512,15 @@ def test_methods_of_several_files_are_not_put_into_one_class(tmp_path: Path) -> 
 
     with pytest.raises(NotUnderstoodError, match="its methods come from different files"):
         compile_subclass("Odd", "Odd.", (mine,), methods)
+
+
+def test_a_method_whose_decorator_looks_at_its_file_is_refused() -> None:
+    config = SwiftFormerConfig(image_size=32, depths=[1, 1], embed_dims=[8, 16], mlp_ratio=2, downsamples=[True, True])
+    model = SwiftFormerForImageClassification(config)
+    assert isinstance(model.dist_head, nn.Linear)  # beside `head`, in a forward that auto_docstring decorates
+
+    with pytest.raises(UnmatchedPatchError, match=r"forward can't be defined in another file \(IndexError: "):
+        Patcher(fusions=[Siblings(modules="(root)")]).apply(model)
 
 
 @pytest.mark.parametrize("head", ["", "\n        y = 1; "])
