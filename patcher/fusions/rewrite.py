@@ -154,10 +154,10 @@ def compile_subclass(
     code = compile(text, module.__file__ or "", "exec", flags, dont_inherit=True)
     try:
         exec(code, namespace, local_namespace)
-    except Exception as error:  # `auto_docstring` looks at the path of the file
-        names = ", ".join(sources)
-        reason = f"{names} can't be defined in another file ({type(error).__name__}: {error})"
-        raise NotUnderstoodError(reason, 1) from error
+    except Exception as error:  # of a decorator: `auto_docstring` looks at the path of the file
+        _remove(module_name, module.__file__ or "")
+        reason = f"can't be defined in another file ({type(error).__name__}: {error})"
+        raise NotUnderstoodError(f"{', '.join(sources)} {reason}", 1) from error
     cls: type[Any] = local_namespace[name]
     for method, _ in methods:
         member = vars(cls)[method.node.name]
@@ -186,8 +186,12 @@ def _remove_freed() -> None:
     """Remove the modules of freed classes. Not in a weakref callback: `sys.modules` may be iterated over then."""
     for freed in [entry for entry in _created if entry[0]() is None]:
         _created.remove(freed)
-        sys.modules.pop(freed[1], None)
-        linecache.cache.pop(freed[2], None)
+        _remove(*freed[1:])
+
+
+def _remove(module: str, file: str) -> None:
+    sys.modules.pop(module, None)
+    linecache.cache.pop(file, None)
 
 
 def _module_attribute(namespace: Mapping[str, Any], reference: weakref.ref[type[Any]], module: str, name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import linecache
 import pickle
 import re
 import sys
@@ -521,6 +522,8 @@ def test_a_method_whose_decorator_looks_at_its_file_is_refused() -> None:
 
     with pytest.raises(UnmatchedPatchError, match=r"forward can't be defined in another file \(IndexError: "):
         Patcher(fusions=[Siblings(modules="(root)")]).apply(model)
+
+    assert not [name for name in (*sys.modules, *linecache.cache) if "FusedSwiftFormerForImage" in name]
 
 
 @pytest.mark.parametrize("head", ["", "\n        y = 1; "])
