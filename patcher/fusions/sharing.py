@@ -120,12 +120,14 @@ class _Analysis:
     Attributes:
         looked_up: owner, name and object.
         constants: the attributes of the module, and of its caller, whose values the result depends on.
+        is_final: whether it would be the same again; code that was run may have failed for a passing reason.
     """
 
     key: Any
     looked_up: tuple[tuple[Any, str, Any], ...]
     constants: tuple[Mapping[str, Any], Mapping[str, Any]]
     result: tuple[Form, ...] | str
+    is_final: bool
 
     def applies_to(self, module: nn.Module, key: Any, caller: Caller | None) -> bool:
         modules = (module, caller.module if caller is not None else None)
@@ -153,7 +155,11 @@ def forms_of(candidates: Mapping[str, Candidate]) -> dict[str, tuple[Form, ...] 
         cls, key = type(module), (group, _structure(module, group), callers[path])
         if cls not in current:
             analyses = _analyses.get(cls, ())
-            current[cls] = [entry for entry in analyses if all(look_up(*it[:2]) is it[2] for it in entry.looked_up)]
+            current[cls] = [
+                entry
+                for entry in analyses
+                if entry.is_final and all(look_up(*it[:2]) is it[2] for it in entry.looked_up)
+            ]
             if is_importable(cls):
                 _analyses[cls] = current[cls]
         analysis = next((entry for entry in current[cls] if entry.applies_to(module, key, caller)), None)
@@ -167,16 +173,17 @@ def forms_of(candidates: Mapping[str, Candidate]) -> dict[str, tuple[Form, ...] 
 def _analyze(module: nn.Module, group: tuple[str, ...], caller: Caller | None, key: Any) -> _Analysis:
     constants: dict[str, Any] = {}
     result: tuple[Form, ...] | str
+    is_final = True
     recorded.entries = {}
     try:
         result = _forms_of(module, group, caller, constants)
         result = (caller.uses_as_modules(group) if caller is not None else "") or result
     except NotUnderstoodError as error:
-        result = str(error)
+        result, is_final = str(error), isinstance(error.__cause__, NotUnderstoodError | None)
     finally:
         looked_up = tuple((owner, name, found) for (_, name), (owner, found) in recorded.entries.items())
         recorded.entries = None
-    return _Analysis(key, looked_up, (constants, caller.constants if caller is not None else {}), result)
+    return _Analysis(key, looked_up, (constants, caller.constants if caller is not None else {}), result, is_final)
 
 
 def _structure(module: nn.Module | None, group: Iterable[str] = ()) -> Any:

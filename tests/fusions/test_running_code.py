@@ -491,6 +491,19 @@ def test_decorators_are_run_again_where_they_do_the_same(tmp_path: Path) -> None
             method_to_rewrite(cls, "forward")
 
 
+def test_an_error_of_the_moment_is_not_kept_as_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    once = "runs = []\n\ndef once(function):\n    runs.append(1)\n    if len(runs) == 2:\n"
+    once += "        raise ValueError('not now')\n    return function\n\n"
+    text = MODEL.replace("class Odd", f"{once}class Odd")
+    first, _, last = text.rpartition("    def forward(self, x):")
+    written = written_module(f"{first}    @once\n    def forward(self, x):{last}", tmp_path / "odd_modeling.py")
+    module = written.Odd()
+    monkeypatch.setitem(sys.modules, written.Odd.__module__, written)  # of other classes nothing is kept
+
+    assert "can't be run outside of its class (ValueError: not now)" in QKV().refusal(module)
+    assert QKV().is_fusable(module)
+
+
 def test_a_function_without_source_is_refused() -> None:
     scope: dict[str, Any] = {"nn": nn}
     exec("class Odd(nn.Module):\n    def forward(self, x):\n        return self.q_proj(x)\n", scope)
