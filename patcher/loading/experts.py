@@ -100,7 +100,8 @@ def expert_keys(prefix: str, layout: Matrices, revert: Revert) -> dict[str, str]
     experts, rows = layout.stock_shapes[0][0], 2 * layout.parts
     shape = (experts, 3, rows) if layout.transposed else (experts, rows, 3)
     small = replace(layout, stock_shapes=(shape,))
-    matrices = [torch.arange(6.0).view(2, 3) + 6 * index for index in range(len(layout.fused))]
+    values = torch.arange(6.0, dtype=torch.float32).view(2, 3)  # loads in other threads change the default
+    matrices = [values + 6 * index for index in range(len(layout.fused))]
     (stack,) = small.separate(matrices)
     try:
         reverted = revert({f"{prefix}{layout.stock[0]}": stack})
