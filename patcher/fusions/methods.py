@@ -113,8 +113,8 @@ def read_function(function: FunctionType) -> Method:
     if known_code is not code:
         try:
             source = _source_of(code)
-        except (OSError, TypeError, SyntaxError, ValueError) as error:
-            source = f"the source of {code.co_name} can't be read ({error})"
+        except (OSError, TypeError, SyntaxError, ValueError) as error:  # not kept: the reason may pass
+            raise NotUnderstoodError(f"the source of {code.co_name} can't be read ({error})") from error
         _sources[function] = code, source
     if isinstance(source, str):
         raise NotUnderstoodError(source)

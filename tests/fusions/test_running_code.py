@@ -504,6 +504,18 @@ def test_an_error_of_the_moment_is_not_kept_as_a_refusal(tmp_path: Path, monkeyp
     assert QKV().is_fusable(module)
 
 
+def test_a_source_that_could_not_be_read_is_read_again(odd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def findsource(code: Any) -> Any:
+        raise OSError("not now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("inspect.findsource", findsource)
+        with pytest.raises(NotUnderstoodError, match=r"can't be read \(not now\)"):
+            read_function(odd.Odd.forward)
+
+    assert read_function(odd.Odd.forward).name == "forward"
+
+
 def test_a_function_without_source_is_refused() -> None:
     scope: dict[str, Any] = {"nn": nn}
     exec("class Odd(nn.Module):\n    def forward(self, x):\n        return self.q_proj(x)\n", scope)
